@@ -44,6 +44,7 @@ FORKING_FILES = (
     "tests/regularizers/test_processes.py",
     "tests/finetune/training/test_language_model_processes.py",
     "tests/finetune/runs/test_forking.py",
+    "tests/finetune/runs/test_streamed_runs.py",
     "tests/measures/test_numerics.py",
 )
 """Files whose tests start processes by a server of forks. One worker of xdist executes them all, with one server."""

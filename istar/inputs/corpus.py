@@ -15,8 +15,14 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from istar.errors import UserError, shorten
-from istar.inputs.documents import compute_content_digest, is_corpus_file, iterate_texts, read_documents
+from istar.errors import UserError
+from istar.inputs.documents import (
+    BEGINNING_BYTES,
+    compute_content_digest,
+    is_corpus_file,
+    read_dataset_documents,
+    read_documents,
+)
 from istar.inputs.hub import load_dataset_split, open_dataset_stream
 from istar.inputs.tokenizing import chunks, count_text_tokens, find_separator_id, special_tokens, tokenize
 from istar.records.metric_names import COMBINED
@@ -32,8 +38,6 @@ BATCH_TOKENS_ON_DEVICES = 16_384
 """Default number of tokens per batch on other devices; small batches would leave them idle."""
 RUN_LENGTH = 4
 """Number of consecutive blocks of packed documents that count as one document; see `MeasureSettings.groups`."""
-DIGEST_BYTES = 2**26
-"""Number of bytes of a text that its digest includes if a limit of tokens ends the reading."""
 
 T = TypeVar("T")
 _SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])|[。！？]|\n""")  # noqa: RUF001
@@ -57,17 +61,11 @@ class Source:
 
     def read_documents(self, shuffle_buffer: int = 0, seed: int = 0) -> Iterator[str]:
         """Read the documents as `istar.inputs.documents.read_documents`, and shuffle them: see `shuffle_documents`."""
-        documents = read_documents(self.path) if self.dataset is None else self._read_dataset()
+        if self.dataset is None:
+            documents = read_documents(self.path)
+        else:
+            documents = read_dataset_documents(self.dataset, str(self.path))
         return shuffle_documents(documents, shuffle_buffer, seed)
-
-    def _read_dataset(self) -> Iterator[str]:
-        try:
-            yield from (text for text in iterate_texts(self.dataset, str(self.path)) if text and not text.isspace())
-        except UserError:
-            raise
-        except Exception as error:  # a stream raises the errors of many libraries
-            failure = shorten(f"{type(error).__name__}: {error}")
-            raise UserError(f"{self.path}: reading broke off ({failure}); send the command again") from error
 
     @property
     def is_stream(self) -> bool:
@@ -77,11 +75,11 @@ class Source:
     def identify(self, limit: int | None = None) -> tuple[str, ...]:
         """Return what identifies the documents: a digest of the files, or the data set with its commit.
 
-        With a limit of tokens, only the first `DIGEST_BYTES` are read, and the rest counts by the sizes of the files.
+        With a limit of tokens, only the first `BEGINNING_BYTES` are read, and the rest counts by the files' sizes.
         """
         if self.dataset is not None:
             return str(self.path), self.commit
-        return (compute_content_digest(self.path, sys.maxsize if limit is None else DIGEST_BYTES),)
+        return (compute_content_digest(self.path, sys.maxsize if limit is None else BEGINNING_BYTES),)
 
 
 def shuffle_documents(documents: Iterable[str], buffer_size: int, seed: int) -> Iterator[str]:

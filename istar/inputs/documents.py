@@ -15,6 +15,8 @@ from istar.files.writing import atomic_write
 from istar.inputs.readers import READERS, Table, find_suffix, make_table, numbered_lines, read_saved_dataset
 from istar.inputs.tokenizing import chunks
 
+BEGINNING_BYTES = 2**26
+"""Number of bytes that the digest of a large text covers, because reading all of it may take hours."""
 TEXT_COLUMN = "text"
 """Column, or key in JSON lines, that contains the documents."""
 
@@ -44,11 +46,7 @@ def read_documents(path: Path) -> Iterator[str]:
     if (path / "state.json").is_file():
         documents = _iterate_column(read_saved_dataset(path))
     elif path.is_dir():
-        # A `.json` file in a folder usually describes the others.
-        files = sorted(file for file in path.iterdir() if is_corpus_file(file) and file.suffix.lower() != ".json")
-        if not files:
-            raise UserError(f"{path} holds no text: expected .txt, .jsonl or .parquet files, or a saved data set")
-        documents = (document for file in files for document in read_documents(file))
+        documents = (document for file in list_corpus_files(path) for document in read_documents(file))
     elif suffix in READERS:
         documents = _iterate_column(READERS[suffix](path))
     elif suffix in _TEXT_SUFFIXES:
@@ -57,6 +55,20 @@ def read_documents(path: Path) -> Iterator[str]:
         accepted = ", ".join(("plain text as .txt", *READERS))
         raise UserError(f"{path}: files of the kind {path.suffix} are not read as text; expected {accepted}")
     return (document for document in documents if document and not document.isspace())
+
+
+def list_corpus_files(path: Path) -> list[Path]:
+    """Return the files of a folder that contain its documents, in alphabetical order; a file or saved data set itself.
+
+    Raises a `UserError` if the folder has no such file.
+    """
+    if not path.is_dir() or (path / "state.json").is_file():
+        return [path]
+    # A `.json` file in a folder usually describes the others.
+    files = sorted(file for file in path.iterdir() if is_corpus_file(file) and file.suffix.lower() != ".json")
+    if not files:
+        raise UserError(f"{path} holds no text: expected .txt, .jsonl or .parquet files, or a saved data set")
+    return files
 
 
 def is_corpus_file(path: Path) -> bool:
@@ -107,6 +119,20 @@ def iterate_texts(dataset: Dataset | IterableDataset, source: str) -> Iterator[s
     Raises a `UserError` if the column is missing, or a value in it is not a string.
     """
     return _iterate_column(make_table(dataset, source))
+
+
+def read_dataset_documents(dataset: Dataset | IterableDataset, source: str) -> Iterator[str]:
+    """Yield the documents of a data set of the hub, the values of its column `text` that are not blank.
+
+    Raises a `UserError` as `iterate_texts` does, and if a stream breaks off.
+    """
+    try:
+        yield from (text for text in iterate_texts(dataset, source) if text and not text.isspace())
+    except UserError:
+        raise
+    except Exception as error:  # a stream raises the errors of many libraries
+        failure = shorten(f"{type(error).__name__}: {error}")
+        raise UserError(f"{source}: reading broke off ({failure}); send the command again") from error
 
 
 def _iterate_column(table: Table) -> Iterator[str]:

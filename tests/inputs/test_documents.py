@@ -52,6 +52,21 @@ def test_a_line_of_text_is_a_document(tmp_path: Path) -> None:
     assert list(read_documents(tmp_path / "README")) == ["one", "two", "\u00fc\u2028three"]
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"plain text", r"a\.txt\.gz: cannot be read: "),
+        (gzip.compress(b"text\n" * 999)[:-9], r"a\.txt\.gz: cannot be read: Truncated compressed stream"),
+        (gzip.compress(b"one\ncaf\xe9\n"), r"a\.txt\.gz, line 2: not UTF-8: byte 4 is 0xe9"),
+    ],
+)
+def test_damaged_compressed_files_are_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        list(read_documents(tmp_path))
+    assert "\n" not in str(error.value)
+
+
 def test_a_folder_is_all_its_files_of_text_in_order(tmp_path: Path) -> None:
     write_texts(tmp_path / "b.jsonl")
     (tmp_path / "a.txt").write_text("first")

@@ -609,6 +609,27 @@ MUTATIONS = [
         "tests/finetune/training/test_resume.py::test_a_broken_run_goes_on_exactly",
     ),
     Mutation(
+        "A resumed stream begins its window again.",
+        "istar/finetune/training/data.py",
+        "num_skipped, start = num_used - num_batches, StreamPosition(*position)",
+        "num_skipped, start = 0, StreamPosition(*position)",
+        "tests/finetune/runs/test_streamed_runs.py::test_a_broken_run_goes_on_exactly",
+    ),
+    Mutation(
+        "A window of a stream begins with its document, not within it.",
+        "istar/finetune/tasks/stream_blocks.py",
+        "self.window_blocks * text_length, start.token",
+        "self.window_blocks * text_length, 0",
+        "tests/finetune/tasks/test_stream_blocks.py::test_a_window_is_cut_again_from_its_position",
+    ),
+    Mutation(
+        "All processes read all shards of a stream.",
+        "istar/finetune/tasks/document_stream.py",
+        "order = order[rank::world_size]",
+        "order = order[:]",
+        "tests/finetune/tasks/test_document_stream.py::test_processes_read_different_documents_and_together_all",
+    ),
+    Mutation(
         "The checksums of a checkpoint are not verified.",
         "istar/finetune/training/checkpoints.py",
         "if damaged_member := archive.testzip():",

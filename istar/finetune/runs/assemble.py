@@ -97,7 +97,7 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     collate = make_collator(spec, config, tokenizer, model)
     penalty = config.reg.attach(model, special_ids(tokenizer), config.seed)
     module = _make_module(config, spec, model, penalty, data)
-    data_module = FineTuningData(data.train, data.validation, data.test, collate, config.data, config.seed)
+    data_module = FineTuningData(data.train, data.validation, data.test, collate, config.data, config.seed, data.stream)
     geometry = ValidationGeometry(
         has_classes=spec.kind == "classification",
         is_monitored=config.trainer.monitor_isotropy,
@@ -149,7 +149,8 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     )
     _check_num_processes(job)
     _check_batch_size(job)
-    check_validation_interval(config.trainer, _count_batches_per_epoch(job))
+    if data.stream is None:
+        check_validation_interval(config.trainer, _count_batches_per_epoch(job))
     return job
 
 
@@ -163,6 +164,7 @@ def _make_module(
     options: dict[str, Any] = {
         "skip_nonfinite": config.trainer.nonfinite == "skip",
         "max_steps": config.trainer.lightning.get("max_steps"),
+        "is_streamed": data.stream is not None,
     }
     optim = replace(config.optim, weight_decay=config.reg.weight_decay(config.optim.weight_decay))
     if not spec.is_language_modelling:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
 from istar.finetune.runs import extras, precision
-from istar.records.config import Config, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
+from istar.records.config import Config, DataConfig, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
 from istar.records.config.schema import to_dict
 from istar.records.config.trainer_arguments import redundant_arguments
 from istar.records.identity import identity_hash, shorten_model_name
@@ -27,7 +27,7 @@ class RunIdentity:
 
     Attributes:
         config: settings, with values that depend on the machine or the time resolved.
-        data_fingerprint: hash of the training and validation examples.
+        data_fingerprint: hash of the training and validation examples; of a stream, of its `DocumentStream.digest`.
         folder: folder of the run, named after a hash of config, data and model.
     """
 
@@ -62,7 +62,10 @@ def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examp
     from istar.finetune.tasks.loading import fingerprint
 
     examples = load_examples(spec, config.task, config.data.cache_dir)
-    return examples, fingerprint(examples.train, *examples.validation)
+    data_fingerprint = fingerprint(examples.train, *examples.validation)
+    if examples.stream is not None:
+        data_fingerprint = hashlib.sha256(f"{data_fingerprint} {examples.stream.digest}".encode()).hexdigest()
+    return examples, data_fingerprint
 
 
 def _check_penalty_fits_task(config: Config, spec: TaskSpec) -> None:
@@ -118,7 +121,8 @@ def find_task_spec(config: TaskConfig) -> TaskSpec:
     """Return the specification of a config's task; `validation_fraction` adds `HELD_OUT` to its validation sets.
 
     Raises:
-        UserError: if the task is unknown, or `task.submission=true` and the task lacks a submission file.
+        UserError: if the task is unknown, `task.submission=true` and the task lacks a submission file, or
+            `task.stream=true` and the task is not language modelling.
     """
     spec = TASKS.get(config.name)
     if spec is None:
@@ -126,6 +130,8 @@ def find_task_spec(config: TaskConfig) -> TaskSpec:
         raise UserError(f"task.name={config.name} is not known{hint}; one of {', '.join(TASKS)}")
     if config.submission and not any(split.submission for split in spec.test):
         raise UserError(f"task.submission=true, but {spec.name} is not one of GLUE's tasks and has no submission file")
+    if config.stream and not spec.is_language_modelling:
+        raise UserError(f"task.stream=true needs a task of language modelling, such as clm or mlm, not {spec.name}")
     if config.validation_fraction is not None:
         return replace(spec, validation=(*spec.validation, HELD_OUT))
     return spec
@@ -165,6 +171,10 @@ def _normalize_config(config: Config) -> dict[str, Any]:
         task["packing"] = TaskConfig.packing
     if spec.kind != "masked_lm":
         task["whole_word"] = TaskConfig.whole_word
+    if config.task.stream:
+        settings["data"]["group_by_length"] = DataConfig.group_by_length
+    else:
+        task["shuffle_blocks"] = TaskConfig.shuffle_blocks
     if config.trainer.stop_at_inter_sim is None:
         trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
     # Only the number of devices changes the result, because it multiplies the batch size.

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,11 +29,15 @@ from istar.finetune.tasks.language_modelling import (
     LanguageModelEvaluator,
     Masking,
     cut_into_blocks,
+    find_block_tokens,
 )
+from istar.finetune.tasks.stream_blocks import StreamedBlocks
 from istar.finetune.training.data import Collate, build_evaluation_loader
 from istar.inputs import attention, pretrained
 from istar.records.config import Config
 from istar.records.task_specs import TaskSpec
+
+_MAX_TOKENIZER_CHARACTERS = 100_000_000  # of a stream that a tokenizer is trained on
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +48,11 @@ class PreparedData:
 
     Attributes:
         examples: the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`.
-        train, validation, test: tokenized rows of the splits.
+        train, validation, test: tokenized rows of the splits; of a stream, `train` is a sample of training blocks.
         evaluators: evaluator of each validation set, by the suffix of its metrics.
         test_evaluators: evaluator of each test set.
-        corpus: tokens of the training data, for language modelling only.
+        corpus: tokens of the training data, for language modelling without a stream only.
+        stream: all blocks of the training data, with `task.stream=true` only.
     """
 
     examples: Examples
@@ -56,11 +62,17 @@ class PreparedData:
     evaluators: dict[str, Any]
     test_evaluators: Sequence[Evaluator] = ()
     corpus: Corpus | None = None
+    stream: StreamedBlocks | None = None
 
     def compute_baseline(
         self, spec: TaskSpec, collate: Collate, batch_size: int, vocabulary_size: int
     ) -> dict[str, float]:
-        """Compute the metrics of a prediction that ignores the input, on the first validation set."""
+        """Compute the metrics of a prediction that ignores the input, on the first validation set.
+
+        They are empty for a stream, whose tokens have not been counted.
+        """
+        if self.stream is not None:
+            return {}
         if self.corpus is None:
             return constant_baseline(spec, self.examples.train, self.examples.validation[0])
         rows = self.validation[0]
@@ -113,6 +125,8 @@ def load_or_train_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model, or train one on the training texts and keep it in the cache.
 
+    Of a stream, it is trained on a sample of documents with 100 million characters.
+
     Raises:
         UserError: see `istar.inputs.pretrained.load_tokenizer`.
     """
@@ -122,8 +136,11 @@ def load_or_train_tokenizer(
     cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
     folder = cache_folder(config.data.cache_dir) / "tokenizers" / cache_key
     if not folder.exists():
-        text_columns = [examples.train[name] for name in spec.text_columns]
-        texts = text_columns[0] if len(text_columns) == 1 else list(chain(*text_columns))
+        if examples.stream is not None:
+            texts: Any = _take_characters(examples.stream.iterate_sample(), _MAX_TOKENIZER_CHARACTERS)
+        else:
+            text_columns = [examples.train[name] for name in spec.text_columns]
+            texts = text_columns[0] if len(text_columns) == 1 else list(chain(*text_columns))
         tokenizer = pretrained.load_tokenizer(config.model, texts)
         try:
             with atomic_folder(folder) as temporary_folder:
@@ -134,6 +151,15 @@ def load_or_train_tokenizer(
             ) from error
     # The process that trained the tokenizer loads it, too, so that all processes have the same object.
     return pretrained.load_tokenizer(replace(config.model, tokenizer=str(folder)))
+
+
+def _take_characters(texts: Iterable[str], num_characters: int) -> Iterator[str]:
+    """Yield the first texts with at least this number of characters in total."""
+    for text in texts:
+        yield text
+        num_characters -= len(text)
+        if num_characters <= 0:
+            return
 
 
 def make_collator(
@@ -174,18 +200,35 @@ def _prepare_documents(
 ) -> PreparedData:
     cache_dir = cache_folder(config.data.cache_dir)
     masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
-    document_sets = (examples.train, *examples.validation)
+    document_sets = examples.validation if examples.stream is not None else (examples.train, *examples.validation)
     corpora = [load_or_tokenize_corpus(documents, tokenizer, cache_dir) for documents in document_sets]
-    train, *validation = (
+    all_rows = [
         BlockRows(cut_into_blocks(spec, corpus, tokenizer, max_length, config.task.packing), masking, config.seed)
         for corpus in corpora
-    )
+    ]
+    if examples.stream is None:
+        stream, train, validation = None, all_rows[0], all_rows[1:]
+    else:
+        prefix, suffix = find_block_tokens(spec, tokenizer)
+        stream = StreamedBlocks(
+            documents=examples.stream,
+            tokenizer=tokenizer,
+            prefix=prefix,
+            suffix=suffix,
+            length=max_length,
+            packing=config.task.packing,
+            masking=masking,
+            seed=config.seed,
+            window_blocks=math.ceil(config.task.shuffle_blocks / config.data.batch_size) * config.data.batch_size,
+        )
+        train, validation = stream.sample_rows(), all_rows
     validation = [rows.take_first(_count_evaluated_rows(config, len(rows))) for rows in validation]
     evaluators = {
         split.suffix: LanguageModelEvaluator(spec, len(rows))
         for split, rows in zip(spec.validation, validation, strict=True)
     }
-    return PreparedData(examples, train, list(validation), [], evaluators, corpus=corpora[0])
+    corpus = corpora[0] if stream is None else None
+    return PreparedData(examples, train, list(validation), [], evaluators, corpus=corpus, stream=stream)
 
 
 def _prepare_labelled(

@@ -139,8 +139,13 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         job.config.data.eval_batch_size,
         max(job.prepared.tokenizer.get_vocab().values()) + 1,
     )
-    validation_sizes = {name: len(rows) for name, rows in examples_by_set.items()}
-    overlaps = {name: count_overlap(spec, train_examples, rows) for name, rows in examples_by_set.items()}
+    data: dict[str, Any] = {
+        "fingerprint": job.identity.data_fingerprint,
+        "validation": {name: len(rows) for name, rows in examples_by_set.items()},
+    }
+    if examples.stream is None:
+        data["train"] = len(train_examples)
+        data["overlap"] = {name: count_overlap(spec, train_examples, rows) for name, rows in examples_by_set.items()}
     class_isotropy = {}
     if "class_isotropy" in best_entry:
         before = history.before_training.get("class_isotropy", {})
@@ -168,10 +173,5 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         "class_isotropy": class_isotropy,
         "epochs": history.epochs,
         "skipped_steps": job.module.step_guard.num_skipped,
-        "data": {
-            "fingerprint": job.identity.data_fingerprint,
-            "train": len(train_examples),
-            "validation": validation_sizes,
-            "overlap": overlaps,
-        },
+        "data": data,
     }

@@ -359,6 +359,8 @@ def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[
                 rates_by_key.setdefault(key, {})[run_index] = record.timing["total"] / num_examples_in_epochs
     total_seconds, used_keys = 0.0, set()
     for planned_config, num_examples in planned:
+        if planned_config.task.stream:
+            return None, "a stream has no length"
         names = planned_config.model.name, planned_config.task.name, planned_config.reg.name
         key = next((key for key in _make_similarity_keys(*names) if key in rates_by_key), ())
         if not key:

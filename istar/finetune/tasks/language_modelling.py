@@ -25,16 +25,21 @@ _CHOICE_PROBABILITY = 0.15
 _MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1  # shares of the chosen tokens; the rest stays unchanged
 
 
-def cut_into_blocks(
-    spec: TaskSpec, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, packing: bool
-) -> TokenBlocks:
-    """Cut a corpus into blocks of at most `length` tokens with the special tokens of the task; see `cut_blocks`.
+def find_block_tokens(spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the special tokens at the beginning and at the end of each block.
 
     A block starts with the special tokens that the tokenizer puts before a text. For masked language modelling, it also
     ends with those that follow a text. From these, a causal model would learn that texts may end anywhere.
     """
     prefix, suffix = special_tokens(tokenizer)
-    return cut_blocks(corpus, length, prefix, [] if spec.kind == "causal_lm" else suffix, packing)
+    return prefix, [] if spec.kind == "causal_lm" else suffix
+
+
+def cut_into_blocks(
+    spec: TaskSpec, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, packing: bool
+) -> TokenBlocks:
+    """Cut a corpus into blocks of at most `length` tokens with the special tokens of the task; see `cut_blocks`."""
+    return cut_blocks(corpus, length, *find_block_tokens(spec, tokenizer), packing)
 
 
 class Masking:

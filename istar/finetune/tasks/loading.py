@@ -38,18 +38,25 @@ def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[st
 
 
 def find_source(
-    spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str], cache_dir: str | None = None
+    spec: TaskSpec,
+    data_dir: str | Path | None,
+    splits: Sequence[str],
+    cache_dir: str | None = None,
+    stream: bool = False,
 ) -> ExampleSource:
     """Return the source of a task's splits: a folder, the hub (which is downloaded), or the demo generator.
 
     If `data_dir` is a text corpus, its documents are cached below `cache_dir`, or below the default of `cache_folder`.
+    With `stream`, the training data of the hub are not downloaded.
     Raises a `UserError` if no suitable files are found, or the hub cannot be reached.
     """
     if data_dir is not None and spec.is_language_modelling:
         return sources.make_text_source(Path(data_dir).expanduser(), cache_folder(cache_dir))
     if data_dir is not None:
         return sources.make_folder_source(spec, Path(data_dir).expanduser(), splits)
-    return sources.make_demo_source(spec) if spec.hub is None else sources.make_hub_source(spec)
+    if spec.hub is None:
+        return sources.make_demo_source(spec)
+    return sources.make_hub_stream_source(spec, cache_folder(cache_dir)) if stream else sources.make_hub_source(spec)
 
 
 def read_splits(source: ExampleSource, spec: TaskSpec, splits: Sequence[str]) -> dict[str, Dataset]:

@@ -1,5 +1,6 @@
 """Sources of a task's splits: a folder, a text corpus, the hub, or the generator of the demo tasks."""
 
+import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,11 @@ from datasets import Dataset
 
 from istar.errors import UserError, shorten
 from istar.finetune.tasks import formats
+from istar.finetune.tasks.document_stream import (
+    DocumentStream,
+    make_hub_stream,
+    open_file_stream,
+)
 from istar.finetune.tasks.formats import RawSplit
 from istar.inputs import demo
 from istar.inputs.documents import (
@@ -19,9 +25,10 @@ from istar.inputs.documents import (
     compute_content_digest,
     is_corpus_file,
     iterate_texts,
+    read_dataset_documents,
     read_documents,
 )
-from istar.inputs.hub import find_cached_commit, find_commit, find_hub_problem, load_dataset
+from istar.inputs.hub import find_cached_commit, find_commit, find_hub_problem, load_dataset, open_dataset_stream
 from istar.inputs.readers import make_table
 from istar.records.task_specs import Files, TaskSpec
 
@@ -51,6 +58,7 @@ class ExampleSource:
     read_split: Callable[[str], RawSplit | Dataset]  # a data set, for a corpus that may be larger than the memory
     has_split: Callable[[str], bool]
     commit: str | None = None  # commit of the data set on the hub; None for other sources, or if it is unknown
+    open_stream: Callable[[], DocumentStream] | None = None  # opens the training split as a stream
 
 
 def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) -> ExampleSource:
@@ -95,7 +103,11 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
 def make_text_source(path: Path, cache_dir: Path) -> ExampleSource:
     """Return the source of the splits of a text corpus in a file or folder, as `find_text_splits` finds them."""
     splits = find_text_splits(path)
-    return ExampleSource(lambda split: read_texts(splits[split], cache_dir), lambda split: split in splits)
+    return ExampleSource(
+        lambda split: read_texts(splits[split], cache_dir),
+        lambda split: split in splits,
+        open_stream=lambda: open_file_stream(splits["train"]),
+    )
 
 
 def find_text_splits(path: Path) -> dict[str, list[Path]]:
@@ -186,6 +198,28 @@ def make_hub_source(spec: TaskSpec) -> ExampleSource:
         read_split,
         lambda split: split in hub_location_by_split or split in dataset,
         commit or find_cached_commit(dataset.values()),
+    )
+
+
+def make_hub_stream_source(spec: TaskSpec, cache_dir: Path) -> ExampleSource:
+    """Return the source that streams the training split of a text from the Hugging Face hub, which it must reach.
+
+    The documents of the other splits are cached below `cache_dir`. All splits are of the same commit. Raises a
+    `UserError` if the hub cannot be reached, or a split cannot be loaded.
+    """
+    assert spec.hub is not None, spec.name
+    name, configuration = spec.hub
+    source_name = " ".join(filter(None, spec.hub))
+    train_rows, commit = open_dataset_stream(name, configuration, spec.train, None)
+
+    def read_split(split: str) -> Dataset:
+        rows, _ = open_dataset_stream(name, configuration, split, commit)
+        digest = hashlib.sha256(f"{source_name} {commit} {split}".encode()).hexdigest()
+        documents = read_dataset_documents(rows, f"{source_name}, split {split}")
+        return cache_documents(documents, cache_dir / "texts", digest)
+
+    return ExampleSource(
+        read_split, lambda split: True, commit, lambda: make_hub_stream(train_rows, source_name, commit)
     )
 
 

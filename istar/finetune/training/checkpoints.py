@@ -194,7 +194,7 @@ class Checkpoints(Checkpoint):
 
 def _is_validation_next(trainer: L.Trainer, batch_idx: int) -> bool:
     """Return whether a validation follows this training batch: at the end of an epoch, or by `val_check_interval`."""
-    if batch_idx + 1 >= trainer.num_training_batches or trainer.should_stop:
+    if trainer.is_last_batch or trainer.should_stop:
         return True
     # Lightning counts batches over all epochs if check_val_every_n_epoch is null.
     batch_index = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx

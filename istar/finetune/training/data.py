@@ -1,4 +1,4 @@
-"""The LightningDataModule and its samplers: length-grouped batches for training, sharded over the processes."""
+"""The LightningDataModule and its training batches: grouped by length or streamed, and divided among processes."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +8,12 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from istar.errors import UserError
 from istar.finetune.tasks.features import TokenizedRows
+from istar.finetune.tasks.stream_blocks import StreamedBlocks, StreamPosition
+from istar.finetune.training.module import all_gather_object
 from istar.records.config import DataConfig
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
@@ -146,13 +149,66 @@ class TrainingRows:
 
 
 @dataclass(eq=False)
+class StreamedBatches(IterableDataset[list[dict[str, Any]]]):
+    """Iterate over the rows of each training batch that this process has in an epoch of a stream.
+
+    An epoch ends on all processes when the first of them has no more blocks. All processes iterate together, because
+    they agree on this before each window.
+
+    Attributes:
+        find_epoch: returns the current epoch.
+        window: the window of the latest batch: the number of batches before it in the epoch, and its `StreamPosition`.
+    """
+
+    blocks: StreamedBlocks
+    batch_size: int
+    find_epoch: Callable[[], int]
+    rank: int = 0
+    world_size: int = 1
+    window: tuple[int, ...] = field(default=(), init=False)
+    _resumed: tuple[int, int, tuple[int, ...]] | None = field(default=None, init=False)
+
+    def resume(self, epoch: int, num_batches: int, window: tuple[int, ...]) -> None:
+        """Continue in an epoch in which a process has used this number of batches, the last ones of `window`."""
+        self._resumed = epoch, num_batches, window
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        epoch = self.find_epoch()
+        num_batches, num_skipped, start = 0, 0, StreamPosition()
+        if self._resumed is not None and self._resumed[0] == epoch:
+            _, num_used, (num_batches, *position) = self._resumed
+            num_skipped, start = num_used - num_batches, StreamPosition(*position)
+        windows = self.blocks.iterate_windows(epoch, self.rank, self.world_size, start)
+        is_full = True
+        while is_full:
+            window = next(windows, None)
+            order = [] if window is None else window.order.tolist()
+            batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+            batches = batches[: min(all_gather_object(len(batches)))]
+            if window is None or not batches:
+                break
+            self.window = num_batches, *window.start
+            for batch in batches[num_skipped:]:
+                yield [window.rows.training_row(index, epoch) for index in batch]
+            num_batches, num_skipped = num_batches + len(batches), 0
+            is_full = len(batches) * self.batch_size == self.blocks.window_blocks
+        if num_batches == 0:
+            raise UserError(
+                f"the stream has less than one block of {self.blocks.length} tokens for one of {self.world_size} "
+                "processes; give more text, fewer devices, or a smaller task.max_length"
+            )
+
+
+@dataclass(eq=False)
 class FineTuningData(L.LightningDataModule):
     """Provide the data loaders of the tokenized training, validation and test sets.
 
     Attributes:
+        train: training set, or with `stream` a sample of it.
         validation: validation sets; the first one determines the headline metric.
         collate: turns rows into a padded batch.
         seed: seed of the order of the training examples.
+        stream: the training data, if they are streamed.
     """
 
     train: TokenizedRows
@@ -161,22 +217,30 @@ class FineTuningData(L.LightningDataModule):
     collate: Collate
     config: DataConfig
     seed: int
+    stream: StreamedBlocks | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._resume_position = {"epoch": 0, "batches": 0}
+        self._resume_position: dict[str, Any] = {"epoch": 0, "batches": 0}
         self._sampler: LengthGroupedSampler | None = None
+        self._streamed_batches: StreamedBatches | None = None
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of completed epochs, and the number of batches already used in the current epoch."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of completed epochs, and the number of batches already used in the current epoch.
+
+        For a stream, this includes the window of each process's latest batch.
+        """
         assert self.trainer is not None
         fit_loop = self.trainer.fit_loop
         epoch_counts: Any = fit_loop.epoch_progress.current
         is_between_epochs = epoch_counts.ready == epoch_counts.processed
         num_batches = 0 if is_between_epochs else fit_loop.epoch_loop.batch_progress.current.ready
-        return {"epoch": epoch_counts.processed, "batches": num_batches}
+        state = {"epoch": epoch_counts.processed, "batches": num_batches}
+        if self._streamed_batches is not None and num_batches:
+            state["windows"] = all_gather_object(self._streamed_batches.window)
+        return state
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the batches of a checkpoint. A sharded model has its training loader before."""
         self._resume_position = state_dict
         self._resume()
@@ -189,6 +253,8 @@ class FineTuningData(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the training loader, which shuffles the examples in every epoch."""
         rank, world_size = self._rank_and_world_size()
+        if self.stream is not None:
+            return self._build_stream_loader(self.stream, rank, world_size)
         self._sampler = sampler = LengthGroupedSampler(
             self.train.lengths,
             self.config.batch_size,
@@ -208,6 +274,27 @@ class FineTuningData(L.LightningDataModule):
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(self.seed),
         )
+
+    def _build_stream_loader(self, stream: StreamedBlocks, rank: int, world_size: int) -> DataLoader[Any]:
+        self._streamed_batches = batches = StreamedBatches(
+            stream, self.config.batch_size, self._find_epoch, rank, world_size
+        )
+        position = self._resume_position
+        if position["batches"]:
+            batches.resume(position["epoch"], position["batches"], position["windows"][rank])
+        return DataLoader(
+            batches,
+            batch_size=None,  # a row of the data set is a batch
+            collate_fn=self.collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+    def _find_epoch(self) -> int:
+        """Return the epoch that begins next, or in which the training resumes."""
+        assert self.trainer is not None
+        epoch_counts: Any = self.trainer.fit_loop.epoch_progress.current
+        return int(epoch_counts.processed)
 
     def val_dataloader(self) -> list[DataLoader[Any]]:
         return [self._build_evaluation_loader(rows) for rows in self.validation]

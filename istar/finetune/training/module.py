@@ -96,6 +96,7 @@ class FineTuner(L.LightningModule):
         skip_nonfinite: skip optimizer steps with a gradient that is not finite instead of stopping the training.
         max_steps: number of optimizer steps before training stops, which the schedules then depend on; None for no
             limit besides the epochs.
+        is_streamed: whether the length of the training data is unknown, so that schedules depend on `max_steps` alone.
 
     Attributes:
         evaluations: metrics and predictions of the latest validation, by the metric suffix of the validation set.
@@ -112,6 +113,7 @@ class FineTuner(L.LightningModule):
         evaluators: Mapping[str, Any],
         skip_nonfinite: bool = False,
         max_steps: int | None = None,
+        is_streamed: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -120,6 +122,7 @@ class FineTuner(L.LightningModule):
         self.penalty = penalty
         self.optim = optim
         self.max_steps = max_steps
+        self.is_streamed = is_streamed
         self.evaluators = dict(evaluators)
         self.step_guard = StepGuard(skip_nonfinite)
         self.total_steps = 0
@@ -271,7 +274,10 @@ class FineTuner(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its learning rate schedule, in Lightning's format."""
         optimizer = make_optimizer(self.model, self.optim)
-        self.total_steps = num_steps = min(int(self.trainer.estimated_stepping_batches), self.max_steps or sys.maxsize)
+        num_steps = self.max_steps or sys.maxsize
+        if not self.is_streamed:
+            num_steps = min(int(self.trainer.estimated_stepping_batches), num_steps)
+        self.total_steps = num_steps
         num_warmup_steps = count_warmup_steps(self.optim.warmup, num_steps)
         scale = partial(scale_learning_rate, self.optim.schedule, num_warmup_steps, num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, scale), "interval": "step"}}

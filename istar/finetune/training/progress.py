@@ -78,19 +78,26 @@ class RunProgress(L.Callback):
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count the epochs and the batches of this epoch, both of which `max_steps` may limit."""
+        """Count the epochs and the batches of this epoch, both of which `max_steps` may limit.
+
+        For a stream, count the steps of the training instead, because the number of batches is unknown.
+        """
         assert isinstance(pl_module, FineTuner)
+        self._score = ""
+        if pl_module.is_streamed:
+            self._epoch, self._num_batches = f"epoch {trainer.current_epoch + 1}", pl_module.total_steps
+            return
         num_batches, batches_per_step = int(trainer.num_training_batches), trainer.accumulate_grad_batches
         steps_per_epoch = math.ceil(num_batches / batches_per_step)
         steps_left = pl_module.total_steps - trainer.current_epoch * steps_per_epoch
         self._num_batches = min(num_batches, steps_left * batches_per_step)
         self._epoch = f"epoch {trainer.current_epoch + 1}/{math.ceil(pl_module.total_steps / steps_per_epoch)}"
-        self._score = ""
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._num_completed = batch_idx + 1
+        assert isinstance(pl_module, FineTuner)
+        self._num_completed = trainer.global_step if pl_module.is_streamed else batch_idx + 1
         self.show("", self._num_completed, self._num_batches, self._describe(trainer, pl_module))
 
     def on_validation_batch_end(

@@ -10,6 +10,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from istar.errors import UserError, shorten
 from istar.finetune.training.history import History
+from istar.finetune.training.module import FineTuner
 from istar.records.metric_names import merit
 
 SEPARATOR = "#"
@@ -80,15 +81,16 @@ class PruningCallback(L.Callback):
     _reported_epochs: set[int] = field(default_factory=set, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop_if_pruned(trainer)
+        self._stop_if_pruned(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit":
-            self._stop_if_pruned(trainer)
+            self._stop_if_pruned(trainer, pl_module)
 
-    def _stop_if_pruned(self, trainer: L.Trainer) -> None:
+    def _stop_if_pruned(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop the training if the pruner decides so, unless no epoch is complete or the training ends anyway."""
-        if not self.history.epochs or trainer.should_stop or trainer.global_step >= trainer.estimated_stepping_batches:
+        assert isinstance(pl_module, FineTuner)
+        if not self.history.epochs or trainer.should_stop or trainer.global_step >= pl_module.total_steps:
             return
         if trainer.strategy.broadcast(trainer.is_global_zero and self._should_prune()):
             self.history.pruned = trainer.should_stop = True

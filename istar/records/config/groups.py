@@ -61,9 +61,18 @@ class TaskConfig:
     block do not attend to each other where the model allows it. False gives each block tokens of one document only."""
     whole_word: bool = False
     """`mlm` only: mask all tokens of a word or none."""
+    stream: bool = False
+    """Language modelling only: read and tokenize the training text during the training, instead of copying it into the
+    cache first. Needs `trainer.max_steps` and validation data."""
+    shuffle_blocks: int = 1024
+    """With `stream`: number of consecutive blocks of a process that are shuffled together, rounded up to whole batches.
+    A larger number shuffles better and needs more memory."""
 
     def __post_init__(self) -> None:
-        for name in ("limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length"):
+        for name in (
+            "limit_train", "limit_validation", "max_length", "doc_stride", "n_best", "max_answer_length",
+            "shuffle_blocks",
+        ):  # fmt: skip
             check_at_least(1, f"task.{name}", getattr(self, name))
         if self.validation_fraction is not None and not 0 < self.validation_fraction <= 0.5:
             raise UserError(
@@ -580,10 +589,35 @@ class Config:
             raise UserError("trainer.strategy=fsdp needs data.eval_batch_size=2 or more")
         if self.trainer.strategy == "fsdp" and self.optim.name in ("Adafactor", "Rprop"):
             raise UserError(f"{self.optim.name} cannot train sharded weights; use trainer.strategy=ddp, or another one")
+        if self.task.stream:
+            self._check_stream()
         if self.trainer.fast_dev_run:
             self.run = replace(self.run, smoke=True)
         if self.trainer.precision != "auto":
             self.reg.resolve(self.trainer.precision)
+
+    def _check_stream(self) -> None:
+        """Raise a `UserError` if a setting needs the length of the training data, which a stream does not have."""
+        arguments = self.trainer.lightning
+        if arguments.get("max_steps") is None:
+            raise UserError("task.stream=true needs trainer.max_steps, because a stream has no length")
+        interval, train_limit = arguments.get("val_check_interval"), arguments.get("limit_train_batches")
+        advice_by_key = {
+            "task.limit_train": (self.task.limit_train, "set null, and end the training by trainer.max_steps"),
+            "task.validation_fraction": (self.task.validation_fraction, "set null"),
+            "data.num_workers": (self.data.num_workers or None, "set 0: each process reads its own shards"),
+            "trainer.limit_train_batches": (
+                None if repr(train_limit) == "1.0" else train_limit,
+                "use trainer.max_steps",
+            ),
+            "trainer.val_check_interval": (
+                None if type(interval) is int or interval == 1.0 else interval,
+                "give a whole number of batches",
+            ),
+        }
+        for key, (value, advice) in advice_by_key.items():
+            if value is not None:
+                raise UserError(f"{key}={value} does not work with task.stream=true; {advice}")
 
 
 def check_keys(overrides: Iterable[str]) -> None:
