@@ -162,7 +162,7 @@ def _forget_the_call() -> None:
 
 def _close_files(descriptors_to_keep: set[int]) -> None:
     """Close all files but these, which are those that a new interpreter would have."""
-    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+    for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
         if descriptor not in descriptors_to_keep:
             # The descriptor of the folder that was listed is closed already.
             with suppress(OSError):

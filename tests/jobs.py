@@ -15,8 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from tests.forks import forking, train, works_in_a_fork
 from tests.waiting import SECONDS, until
+
+if not Path("/proc").is_dir():
+    pytest.skip("processes are found in /proc", allow_module_level=True)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "ISTAR_TEST_JOB"

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,9 +13,9 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 def obey_permissions() -> None:
     """Make this process and its children obey the permissions of files, even as root. Does nothing except on Linux."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() != 0 or not hasattr(libc, "capset"):
+    if sys.platform != "linux" or os.geteuid() != 0:
         return
+    libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     # Effective, permitted and inheritable capabilities 0 to 31, and the same for 32 to 63.
     capabilities = (ctypes.c_uint32 * 6)()

@@ -71,6 +71,13 @@ def test_the_modules_that_pages_name_exist() -> None:
     assert missing == set()
 
 
+def test_the_tests_that_the_security_policy_names_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (REPOSITORY / "SECURITY.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    for file, test in named:
+        assert f"def {test}(" in (REPOSITORY / file).read_text(encoding="utf-8"), (file, test)
+
+
 def test_what_pages_and_notebooks_import_exists() -> None:
     paths = [path for path in (REPOSITORY / "docs").rglob("*") if path.suffix in (".md", ".ipynb", ".py")]
     imports = {

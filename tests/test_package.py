@@ -1,4 +1,4 @@
-"""The wheel: its files, its requirements, and that it works without the rest of the repository."""
+"""The wheel and the sdist: their files and requirements, and that the wheel works away from the repository."""
 
 import ast
 import functools
@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from istar import __version__
 from istar.cli.main import main
@@ -22,7 +24,17 @@ from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-SOURCES = ("istar", "hydra_plugins", "conf", "sweep", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = (
+    "istar",
+    "hydra_plugins",
+    "conf",
+    "sweep",
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+)
 DISTRIBUTIONS = {"hydra": "hydra-core", "sklearn": "scikit-learn", "yaml": "PyYAML",
                  "hydra_plugins.hydra_ray_launcher": "hydra-ray-launcher",
                  "hydra_plugins.hydra_joblib_launcher": "hydra-joblib-launcher"}  # fmt: skip
@@ -44,10 +56,13 @@ sys.meta_path.insert(0, Refuse())
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel and return its path. It is built from a copy, since setuptools leaves folders in the sources."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the sdist and the wheel, and return their folder. They are built from its `source/`, a copy of the sources.
+
+    Setuptools leaves folders in the sources, and would add tests to the sdist.
+    """
     pytest.importorskip("setuptools", "77")
-    folder = tmp_path_factory.mktemp("wheel")
+    folder = tmp_path_factory.mktemp("distributions")
     (folder / "source").mkdir()
     for name in SOURCES:
         source, target = REPOSITORY / name, folder / "source" / name
@@ -55,10 +70,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, target)
+    (folder / "source" / "tests").mkdir()
+    shutil.copy(__file__, folder / "source" / "tests")
     # This is what pip calls, too, in one of several processes.
-    command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"]
+    code = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})".format(str(folder))
+    command = [sys.executable, "-c", code]
     subprocess.run(command, cwd=folder / "source", check=True, capture_output=True, text=True, timeout=SECONDS)
-    [path] = folder.glob("istar-*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    [path] = distributions.glob("istar-*.whl")
     return path
 
 
@@ -101,6 +124,35 @@ def test_the_wheel_holds_what_is_no_module_too(wheel: Path) -> None:
             "hydra_plugins/istar_sweeper.py"} <= file_names  # fmt: skip
     assert [name for name in file_names if name.endswith("licenses/LICENSE")]
     assert {name.partition("/")[0].partition("-")[0] for name in file_names} == {"istar", "hydra_plugins"}
+
+
+def test_the_sdist_has_the_sources_of_the_wheel_and_nothing_else(distributions: Path) -> None:
+    [path] = distributions.glob("istar-*.tar.gz")
+    with tarfile.open(path) as archive:
+        file_names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    sources = [path for name in SOURCES for path in (REPOSITORY / name, *(REPOSITORY / name).rglob("*"))]
+    source_names = {
+        str(path.relative_to(REPOSITORY)) for path in sources if path.is_file() and "__pycache__" not in path.parts
+    }
+    generated_names = {name for name in file_names if name.startswith("istar.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert file_names - generated_names == source_names
+
+
+def test_the_links_of_the_readme_lead_to_the_repository(wheel: Path) -> None:
+    """The page of the package index shows the README without the rest of the repository."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"istar-{__version__}.dist-info/METADATA").decode()
+    targets = re.findall(r'(?:\]\(|src=")([^)"]+)', metadata)
+    assert len(targets) > 20
+    repository = PROJECT["urls"]["Repository"]
+    for target in targets:
+        assert re.match(rf"{re.escape(repository)}/(blob|raw)/HEAD/", target), target
+        assert ("/raw/" in target) == target.endswith(".png")
+        assert (REPOSITORY / target.partition("/HEAD/")[2].partition("#")[0]).is_file()
+
+
+def test_the_citation_has_the_version() -> None:
+    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))["version"] == __version__
 
 
 def test_the_repository_holds_no_symbolic_links() -> None:

@@ -330,10 +330,12 @@ def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) ->
 
 
 def _mask_of_states(arguments: dict[str, Any]) -> Any:
-    """Cached positions in `past_key_values`, as with prefix tuning, are in the mask but have no hidden states."""
+    """Cached positions, as with prefix tuning, are in the mask but have no hidden states."""
     mask, inputs = arguments.get("attention_mask"), arguments.get("input_ids")
     inputs = arguments.get("inputs_embeds") if inputs is None else inputs
-    if arguments.get("past_key_values") is None or not isinstance(mask, Tensor) or inputs is None:
+    # transformers 5.24 calls the argument `cache`.
+    has_cache = arguments.get("cache") is not None or arguments.get("past_key_values") is not None
+    if not has_cache or not isinstance(mask, Tensor) or inputs is None:
         return mask
     return mask[..., -inputs.shape[1] :]
 

@@ -244,6 +244,21 @@ def test_runs_and_their_checkpoints(tmp_path: Path, text: Path, capsys: pytest.C
     assert "its run has no model folder" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path: Path, text: Path) -> None:
+    class RunsCode:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    save_checkpoint(tmp_path / "run" / "model", 1)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-1.ckpt"
+    checkpoint.parent.mkdir()
+    torch.save({"state_dict": RunsCode(), "global_step": 1}, checkpoint)
+    assert measure_checkpoints(tmp_path, checkpoint, text) in (1, 2)
+    assert not (tmp_path / "ran").exists()
+    torch.load(checkpoint, weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
 def test_a_pooler_that_is_not_in_the_files_does_not_count(
     tmp_path: Path, text: Path, measured_names: list[str]
 ) -> None:

@@ -172,3 +172,29 @@ def test_adapters_without_their_base_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(UserError, match="names no base model"):
         load(ModelConfig(str(tmp_path / "saved")), TASKS["demo"])
+
+
+def test_adapters_of_a_stranger_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load(ModelConfig(save_base(tmp_path / "base", "bert"), lora=True), TASKS["demo"])
+    folder, ran = tmp_path / "saved", tmp_path / "ran"
+    pretrained.save(model, tokenizer, folder)
+    # A module that can be imported, as one of an installed package; peft before 0.20 imported it.
+    (tmp_path / "own_module.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    good_text = (folder / "adapter_config.json").read_text()
+    settings = json.loads(good_text) | {"megatron_core": "own_module", "megatron_config": {"a": 1}}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="megatron_core"):
+        load(ModelConfig(str(folder)), TASKS["demo"])
+    assert not ran.exists()
+
+    class RunsCode:
+        def __reduce__(self) -> Any:
+            return Path.touch, (ran,)
+
+    (folder / "adapter_config.json").write_text(good_text)
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save({"lora": RunsCode()}, folder / "adapter_model.bin")
+    with pytest.raises(UserError, match="pickled weights hold more than tensors"):
+        load(ModelConfig(str(folder)), TASKS["demo"])
+    assert not ran.exists()

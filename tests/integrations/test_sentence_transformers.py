@@ -80,6 +80,19 @@ def make_pairs(num_pairs: int, with_labels: bool = False) -> Dataset:
     )
 
 
+class MeanSquaredError(nn.MSELoss):
+    """torch 2.10 has no gradient for labels of another data type than the outputs."""
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(outputs, labels.to(outputs.dtype))
+
+
+def make_loss(model: SentenceTransformer, has_labels: bool) -> nn.Module:
+    if has_labels:
+        return losses.CosineSimilarityLoss(model, MeanSquaredError())
+    return losses.MultipleNegativesRankingLoss(model)
+
+
 class RecordingLoss(nn.Module):
     """A loss that records its arguments."""
 
@@ -148,13 +161,13 @@ def naive_points(base: nn.Module, columns: list[dict[str, Tensor]], on: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "on", "accumulation"),
-    [("MultipleNegativesRankingLoss", "tokens", 2), ("CosineSimilarityLoss", "pooled", 1)],
+    ("has_labels", "on", "accumulation"),
+    [(False, "tokens", 2), (True, "pooled", 1)],
 )
-def test_the_gradient_is_that_of_the_mean_over_micro_batches(bert_folder, tmp_path, kind, on, accumulation):
+def test_the_gradient_is_that_of_the_mean_over_micro_batches(bert_folder, tmp_path, has_labels, on, accumulation):
     model, base = make_encoder(bert_folder), hf.BertModel.from_pretrained(bert_folder).double()
-    data = make_pairs(4 * accumulation, with_labels=kind == "CosineSimilarityLoss")
-    recording_loss = RecordingLoss(model, getattr(losses, kind)(model))
+    data = make_pairs(4 * accumulation, with_labels=has_labels)
+    recording_loss = RecordingLoss(model, make_loss(model, has_labels))
     loss = PenaltyLoss(model, recording_loss, istar.IStar(WEIGHT, ZETA), on)
     gradient_recorder = GradientRecorder()
     trainer = make_trainer(
@@ -196,7 +209,7 @@ def run_in_process(rank: int, port: int, folder: Path, data: Dataset, on: str) -
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in variables.items()}
     model = make_encoder(folder)
-    recording_loss = RecordingLoss(model, losses.CosineSimilarityLoss(model))
+    recording_loss = RecordingLoss(model, make_loss(model, has_labels=True))
     loss = PenaltyLoss(model, recording_loss, istar.IStar(WEIGHT, ZETA), on)
     gradient_recorder = GradientRecorder()
     settings = {"gradient_accumulation_steps": 2, "max_steps": 1, "ddp_backend": "gloo"}
@@ -298,7 +311,7 @@ def test_several_losses_leave_the_models_settings_alone(bert_folder, tmp_path, i
         second = PenaltyLoss(model, first, istar.IStar(1.0, 0.0))
         loss, data = second, make_pairs(8)
     else:
-        second = PenaltyLoss(model, losses.CosineSimilarityLoss(model), istar.IStar(1.0, 0.0))
+        second = PenaltyLoss(model, make_loss(model, has_labels=True), istar.IStar(1.0, 0.0))
         loss = {"a": first, "b": second}
         data = {"a": make_pairs(8), "b": make_pairs(8, with_labels=True)}
     make_trainer(tmp_path, model, loss, data, num_train_epochs=1).train()

@@ -1,7 +1,6 @@
 """Memory that a step frees is reused by the next step."""
 
 import ctypes
-import resource
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,8 @@ import torch
 
 from istar.measures.numerics import keep_freed_memory
 from tests.forks import run_in_processes
+
+resource = pytest.importorskip("resource", reason="page faults are counted on Linux and macOS")
 
 
 def count_page_faults() -> int:

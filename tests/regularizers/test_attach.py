@@ -1,6 +1,7 @@
 """`attach` for the ways in which models are run, against the naive penalty of the same pass."""
 
 import gc
+import inspect
 import warnings
 import weakref
 from typing import Any
@@ -9,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +33,8 @@ from tests.penalties import (
 )
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+CACHE = "cache" if "cache" in inspect.signature(hf.LlamaModel.forward).parameters else "past_key_values"
+"""The argument for cached positions, which transformers 5.24 has renamed."""
 SHAPE: dict[str, Any] = {
     "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24,
     "vocab_size": 40, "initializer_range": 0.2, "pad_token_id": 0, "max_position_embeddings": 64,
@@ -119,6 +123,8 @@ def test_the_tokens_of_prompt_tuning_count(make_model):
 )  # fmt: skip
 def test_the_virtual_tokens_of_prefix_tuning_have_no_states(make_model, points):
     """The mask that PEFT passes on covers the prefix, which is in `past_key_values`."""
+    if make_model is bert and CACHE == "cache" and Version(peft.__version__) < Version("0.22"):
+        pytest.skip("peft 0.21 finds no place for a prefix in the encoders of transformers 5.24")
     task_type = "SEQ_CLS" if make_model is bert else "CAUSAL_LM"
     config = peft.PrefixTuningConfig(task_type=task_type, num_virtual_tokens=4)
     model = peft.get_peft_model(make_model().eval(), config).double()
@@ -153,7 +159,8 @@ def test_the_virtual_tokens_of_prefix_tuning_have_no_states(make_model, points):
 @pytest.mark.parametrize("how", ["input_ids", "inputs_embeds", "by position"])
 def test_the_states_of_a_pass_with_cached_positions_are_those_of_its_tokens(how, has_mask_of_four_dimensions):
     model = llama().eval()
-    cache = model.model(input_ids=IDS[:, :4], attention_mask=MASK[:, :4].clone(), use_cache=True).past_key_values
+    cache = hf.DynamicCache(config=model.config)
+    model.model(input_ids=IDS[:, :4], attention_mask=MASK[:, :4].clone(), use_cache=True, **{CACHE: cache})
     mask = MASK[:, [4, 5, 0, 1, 2, 3]].flip(1)
     if has_mask_of_four_dimensions:
         allowed = (torch.ones(6, 6).tril().bool() & mask[:, None, None].bool() & mask[:, None, :, None].bool())[
@@ -165,7 +172,7 @@ def test_the_states_of_a_pass_with_cached_positions_are_those_of_its_tokens(how,
     else:
         call_mask = mask
     tokens = IDS[:, 4:]
-    arguments: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    arguments: dict[str, Any] = {CACHE: cache, "use_cache": True}
     args: tuple[Any, ...] = ()
     if how == "by position":
         args = (tokens, call_mask)
