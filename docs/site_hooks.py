@@ -3,6 +3,7 @@
 - `reference/config.md` comes from the dataclasses in `istar.records.config`, `reference/commands.md` from the
   commands' own `--help`, and the table of `reference/istar.md` from `istar.__all__`. None of them can be out of date.
 - Each notebook in `tutorials/` becomes a page with its stored outputs; nothing is executed.
+- The scripts in `examples/` follow the text of their README on one page.
 - Formulas become MathML, which browsers display without a script.
 """
 
@@ -39,9 +40,10 @@ REPOSITORY_PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
+    "examples/README.md": "examples.md",
 }
 """Pages of the site that are files of the repository outside docs/."""
-LINK = re.compile(r"\]\(([\w./-]+\.(?:md|ipynb))(#[\w-]+)?\)(?!\{)")
+LINK = re.compile(r"\]\(([\w./-]+\.(?:md|ipynb|py))(#[\w-]+)?\)(?!\{)")
 MEMBERS = re.compile(r"<!-- members of ([\w.]+) -->")
 MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
@@ -51,7 +53,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/config.md", content=config_page()))
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
     for source, page in REPOSITORY_PAGES.items():
-        files.append(File.generated(config, page, content=(REPOSITORY / source).read_text(encoding="utf-8")))
+        content = (REPOSITORY / source).read_text(encoding="utf-8") + (scripts() if page == "examples.md" else "")
+        files.append(File.generated(config, page, content=content))
     for notebook in sorted(REPOSITORY.glob("docs/tutorials/*.ipynb")):
         content = notebook_page(notebook)
         files.append(File.generated(config, f"tutorials/{notebook.stem}.md", content=content))
@@ -71,6 +74,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def to_page(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(base, link[1]))
+        if target.endswith(".py"):
+            return f"]({posixpath.relpath('examples.md', folder or '.')}#{posixpath.basename(target).replace('.', '')})"
         name = REPOSITORY_PAGES.get(target, target.removeprefix("docs/"))
         if name.endswith(".ipynb"):
             name = name.removesuffix(".ipynb") + ".md"
@@ -242,6 +247,15 @@ def public_names() -> str:
         summary = to_markdown((inspect.getdoc(value) or "").partition("\n\n")[0])
         rows.append(f"| {link} | {_cell(summary)} |")
     return "\n".join(rows)
+
+
+# ---- the examples
+
+
+def scripts() -> str:
+    """A section with the code of each script in `examples/`."""
+    paths = sorted(REPOSITORY.glob("examples/*.py"))
+    return "".join(f"\n## {path.name}\n\n{_fence('python', path.read_text(encoding='utf-8'))}\n" for path in paths)
 
 
 # ---- the notebooks
