@@ -16,6 +16,7 @@ from istar.finetune.runs.identify import identify
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
+from istar.finetune.training.language_model import LanguageModelTuner
 from istar.inputs import demo
 from istar.records import results
 from istar.records.config import Config
@@ -109,7 +110,7 @@ SLOW = pytest.mark.slow
     [
         pytest.param(SHORT, FineTuner, "training_step", [6], id="within a window"),
         pytest.param(MLM, FineTuner, "training_step", [7, 2, 3, 4, 5, 6], id="often", marks=SLOW),
-        pytest.param(MLM, FineTuner, "validation_step", [2, 2], id="validations", marks=SLOW),
+        pytest.param(MLM, LanguageModelTuner, "validation_step", [2, 2], id="validations", marks=SLOW),
         pytest.param(MLM, AtomicCheckpointIO, "save_checkpoint", [8, 1, 2, 3], id="checkpoints", marks=SLOW),
         pytest.param(MLM, AtomicCheckpointIO, "save_checkpoint", [9, 1, 1], id="other checkpoints", marks=SLOW),
         pytest.param(CLM, FineTuner, "training_step", [9, 4, 5, 3], id="clm", marks=SLOW),
