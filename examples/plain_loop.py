@@ -41,7 +41,7 @@ for _ in range(options.epochs):
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0:
-            print(f"{step=}", *(f"{name}={value:.3g}" for name, value in attached.terms(task_loss).items()))  # istar
+            print(step, {name: round(float(term), 3) for name, term in attached.terms(task_loss).items()})  # istar
 attached.remove()  # istar
 
 covariance = istar.shrinkage_covariance(model, validation_loader, num_points=None, layers="last")  # istar

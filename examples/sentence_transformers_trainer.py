@@ -9,7 +9,7 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
-from sentence_transformers.sentence_transformer.losses import CoSENTLoss
+from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
 
 import istar  # istar
 from istar.integrations.sentence_transformers import PenaltyLoss, PenaltyLossCallback  # istar
@@ -26,7 +26,8 @@ options = parser.parse_args()
 
 data = load_dataset(*options.data)
 model = SentenceTransformer(options.model)
-loss = PenaltyLoss(model, CoSENTLoss(model), istar.IStar(weight=options.weight, zeta=0.4))  # istar: around the loss
+loss = CosineSimilarityLoss(model)
+loss = PenaltyLoss(model, loss, istar.IStar(weight=options.weight, zeta=0.4))  # istar
 
 trainer = SentenceTransformerTrainer(
     model,

@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = {
 
 
 class Example(NamedTuple):
-    """What a script trains, how to find the model among the script's names afterwards, and what it was measured on."""
+    """What a script needs: its library, the tiny model and the columns, and for the naive score the model and texts."""
 
     library: str
     model: str
@@ -39,7 +39,7 @@ class Example(NamedTuple):
 
 
 def make_pair_example(library: str, find_model: Callable[[dict[str, Any]], nn.Module]) -> Example:
-    columns = ("sentence1", "sentence2", "label")
+    columns = ("sentence1", "sentence2", "label", "idx")
     return Example(library, "encoder", columns, find_model, lambda row: [row["sentence1"], row["sentence2"]])
 
 
@@ -58,7 +58,7 @@ EXAMPLES = {
     "trl_sft.py": Example(
         library="trl",
         model="decoder",
-        columns=("text",),
+        columns=("text", "label"),
         find_model=lambda names: names["trainer"].model,
         list_texts=lambda row: [f"{row['text']} </s>"],  # trl adds this token
     ),
@@ -88,7 +88,10 @@ def make_rows(columns: tuple[str, ...], num_rows: int, seed: int) -> list[dict[s
     def make_text() -> str:
         return " ".join(generator.choices(WORDS, k=generator.randint(4, 10)))
 
-    make: dict[str, Callable[[], Any]] = {"label": lambda: generator.randrange(2), "score": generator.random}
+    def draw_label() -> int:
+        return generator.randrange(2)
+
+    make: dict[str, Callable[[], Any]] = {"label": draw_label, "idx": draw_label, "score": generator.random}
     return [{column: make.get(column, make_text)() for column in columns} for _ in range(num_rows)]
 
 
@@ -114,7 +117,7 @@ def test_a_script_lowers_the_isotropy_and_prints_the_score(script, inputs, tmp_p
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
     def run(weight: str) -> float:
-        options = ["--model", str(inputs / example.model), "--data", "data", "--epochs", "5", "--learning-rate", "0.01"]
+        options = ["--model", str(inputs / example.model), "--data", "data", "--epochs", "3", "--learning-rate", "0.02"]
         monkeypatch.setattr(sys, "argv", [str(script), *options, "--weight", weight])
         torch.manual_seed(0)
         names = runpy.run_path(str(script), run_name="__main__")
