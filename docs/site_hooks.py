@@ -130,15 +130,20 @@ def config_page() -> str:
 
 def _config_classes(groups: Any, penalties: Any) -> Iterator[tuple[str, str, Any]]:
     yield "Top level", "", groups.Config
+    options_by_group = {
+        "optim": {
+            "adamw`, `coupled_adam`, `muon": groups.AdamWConfig,
+            "sgd`, `adafactor`, `torch": groups.TorchOptimConfig,
+        },
+        "reg": penalties.PENALTIES,
+        "logger": {"csv": groups.LoggerConfig, "wandb": groups.WandbConfig},
+    }
     for field in dataclasses.fields(groups.Config):
-        if dataclasses.is_dataclass(field.type):
+        if field.name in options_by_group:
+            for name, kind in options_by_group[field.name].items():
+                yield f"`{field.name}`: `{name}`", f"{field.name}.", kind
+        elif dataclasses.is_dataclass(field.type):
             yield f"`{field.name}`", f"{field.name}.", field.type
-        elif field.name == "reg":
-            for kind in penalties.PENALTIES.values():
-                yield f"`reg`: `{kind.name}`", "reg.", kind
-        elif field.name == "logger":
-            for kind in (groups.LoggerConfig, groups.WandbConfig):
-                yield f"`logger`: `{kind.name}`", "logger.", kind
     yield "`sweep`", "sweep.", groups.SweepConfig
 
 
