@@ -39,6 +39,9 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
         if arguments[:1] == ["train"]:
             _run_train(arguments[1:], train_command)
             return 0
+        if arguments[:1] == ["--print-completion"]:
+            _print_completion(arguments[1:])
+            return 0
         if arguments and not arguments[0].startswith("-") and arguments[0] not in _SUBCOMMANDS:
             hint = did_you_mean(arguments[0], ["train", *_SUBCOMMANDS])
             raise UserError(f"istar {arguments[0]}: unknown command{hint}; `istar --help` lists all")
@@ -59,6 +62,16 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
         print(f"error: {explain_system_error(error)}", file=sys.stderr)
         return UserError.exit_code
     return 0
+
+
+def _print_completion(shells: Sequence[str]) -> None:
+    """Print the script with which a shell completes commands and options."""
+    extras.require("istar --print-completion", "completion")
+    import shtab
+
+    if len(shells) != 1 or shells[0] not in shtab.SUPPORTED_SHELLS:
+        raise UserError(f"--print-completion: expected one of {', '.join(shtab.SUPPORTED_SHELLS)}")
+    print(shtab.complete(_make_parser(), shells[0]))
 
 
 def _check_minima(options: argparse.Namespace) -> None:
@@ -147,6 +160,8 @@ def _make_parser() -> _Parser:
     """Return the parser of the command `istar` with all its subcommands."""
     parser = _Parser(prog="istar", description="Train models, measure their geometry, and compare and report runs.")
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
+    # `_run_command` executes it; here for `--help`.
+    parser.add_argument("--print-completion", metavar="shell", help="print the completions of bash, zsh, tcsh or fish")
     parser.set_defaults(minima={})
     subparsers = parser.add_subparsers(required=True, metavar="command", dest="name")
     subparsers.add_parser("train", help="train or fine-tune a model: istar train task=rte reg=istar reg.lambda=-1")

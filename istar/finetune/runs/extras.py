@@ -21,6 +21,7 @@ MODULES_BY_EXTRA = {
     "ray": ("hydra_plugins.hydra_ray_launcher",),
     "joblib": ("hydra_plugins.hydra_joblib_launcher",),
     "tensorboard": ("tensorboard",),
+    "completion": ("shtab",),
     "train": ("transformers", *_REPORT_MODULES, "datasets", "huggingface_hub", "hydra", "lightning",
               "safetensors", "sklearn", "tokenizers", "wandb"),
 }  # fmt: skip
