@@ -14,7 +14,7 @@ from istar.inputs.hub import explain_refusal, find_hub_problem, is_hub_id
 from istar.records.identity import label_method, shorten_model_name
 from istar.records.metric_names import axis_label, format_metric
 from istar.records.results import RunRecord
-from istar.records.task_specs import TASKS
+from istar.records.task_specs import TaskSpec
 
 MODEL_CARD = "README.md"
 _PIPELINES = {
@@ -32,13 +32,13 @@ _CITATION = """@software{istar,
 }"""
 
 
-def make_model_card(record: RunRecord, citation: str) -> str:
+def make_model_card(record: RunRecord, spec: TaskSpec, citation: str) -> str:
     """Return the model card of a finished run: its task, penalty, scores and isotropy, and how to load the model.
 
     The metadata contain the scores as evaluation results, with the data set and the split that they are from.
     `citation` is the BibTeX entry of the penalty's paper, or empty.
     """
-    config, spec = record.config, TASKS[record.config["task"]["name"]]
+    config = record.config
     pipeline, model_class = _PIPELINES[spec.kind]
     base, first_split = config["model"]["name"], spec.validation[0]
     is_from_hub = spec.hub is not None and config["task"].get("data_dir") is None
@@ -77,7 +77,9 @@ def make_model_card(record: RunRecord, citation: str) -> str:
     before, after = record.isotropy["before"], record.isotropy["after"]
     source = f"data set `{data_set}`" if is_from_hub else "local or generated data"
     start = f"`{base_model or shorten_model_name(base)}`" if config["model"]["pretrained"] else "random weights"
-    auto_class = f"AutoPeft{model_class.removeprefix('Auto')}" if library == "peft" else model_class
+    # peft has no class for masked language models, but transformers loads their adapters as well.
+    loader = "transformers" if spec.kind == "masked_lm" else library
+    auto_class = f"AutoPeft{model_class.removeprefix('Auto')}" if loader == "peft" else model_class
     parts = [
         f"# {name}",
         f"Trained on the task {spec.name} ({source}) from {start} by istar {record.versions.get('istar', '')}. "
@@ -100,7 +102,7 @@ def make_model_card(record: RunRecord, citation: str) -> str:
             + [(layers.get(layer, layer), f"{before[layer]:.4f}", f"{after[layer]:.4f}") for layer in after]
         ),
         "## Use",
-        f"```python\nfrom transformers import AutoTokenizer\nfrom {library} import {auto_class}\n\n"
+        f"```python\nfrom transformers import AutoTokenizer\nfrom {loader} import {auto_class}\n\n"
         f'model = {auto_class}.from_pretrained("<this model>")\n'
         'tokenizer = AutoTokenizer.from_pretrained("<this model>")\n```',
         "## Training",
@@ -119,7 +121,8 @@ def _list_settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     for key in _HYPERPARAMETERS:
         group, _, name = key.rpartition(".")
         yield f"`{key}`", str((record.config[group] if group else record.config)[name])
-    yield "`data`", f"fingerprint {record.data.get('fingerprint', '')[:12]}, {record.data.get('train', 0):,} examples"
+    size = f", {record.data['train']:,} examples" if "train" in record.data else ""  # a stream has no size
+    yield "`data`", f"fingerprint {record.data['fingerprint'][:12]}{size}"
     for name, version in record.versions.items():
         yield name, version
 

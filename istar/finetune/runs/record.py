@@ -98,7 +98,7 @@ def _save_outputs(job: Job, record: RunRecord) -> None:
         pretrained.save(job.module.model, job.prepared.tokenizer, draft, weights)
         penalty = job.module.penalty
         citation = penalty.penalty.citation if penalty is not None and penalty.penalty.weight else ""
-        write_text(draft / MODEL_CARD, make_model_card(record, citation))
+        write_text(draft / MODEL_CARD, make_model_card(record, job.spec, citation))
         output.write({}, {"model": draft})
 
 

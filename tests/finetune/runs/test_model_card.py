@@ -9,9 +9,11 @@ from huggingface_hub import ModelCard
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.finetune.runs import model_card
+from istar.finetune.runs.identify import find_task_spec
 from istar.finetune.runs.model_card import make_model_card
 from istar.finetune.runs.run import run
 from istar.records import results
+from istar.records.task_specs import TASKS
 from tests.finetune.runs.artifacts import Build, place
 from tests.finished_runs import make_finished_record
 from tests.mock_hub import MockHub, serving, use
@@ -28,13 +30,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MockHub]:
 
 def test_the_card_of_a_run_on_the_hubs_data(small: Build) -> None:
     """The hub's own parser reads the scores, each with the split that it is from."""
-    config = small("task=mnli", "model=bert", "reg=istar", "reg.lambda=-1", "reg.zeta=0.4")
-    scores = {"accuracy": 0.8, "accuracy_mismatched": 0.7, "loss": 0.5, "loss_mismatched": 0.6}
+    config = small(
+        "task=mnli", "task.validation_fraction=0.1", "model=bert", "reg=istar", "reg.lambda=-1", "reg.zeta=0.4"
+    )
+    scores = {
+        "accuracy": 0.8,
+        "accuracy_mismatched": 0.7,
+        "loss": 0.5,
+        "loss_mismatched": 0.6,
+        "accuracy_held_out": 0.9,
+    }
     record = make_finished_record(
         "run", config, metrics=scores, data_commit="c" * 40, baseline={"accuracy": 0.35},
-        selection={"set": "validation_matched", "metric": "accuracy", "value": 0.8},
+        selection={"set": "held_out", "metric": "accuracy_held_out", "value": 0.8}, data={"fingerprint": "f" * 64},
     )  # fmt: skip
-    card = ModelCard(make_model_card(record, config.reg.build().citation))
+    card = ModelCard(make_model_card(record, find_task_spec(config.task), config.reg.build().citation))
     data = card.data
     assert (data.base_model, data.datasets, data.library_name) == (
         "google-bert/bert-base-cased", ["nyu-mll/glue"], "transformers",
@@ -43,7 +53,7 @@ def test_the_card_of_a_run_on_the_hubs_data(small: Build) -> None:
     found = {(result.dataset_split, result.metric_type): result.metric_value for result in data.eval_results}
     assert found == {
         ("validation_matched", "accuracy"): 0.8, ("validation_mismatched", "accuracy"): 0.7,
-        ("validation_matched", "loss"): 0.5, ("validation_mismatched", "loss"): 0.6,
+        ("validation_matched", "loss"): 0.5, ("validation_mismatched", "loss"): 0.6, ("held_out", "accuracy"): 0.9,
     }  # fmt: skip
     assert {result.dataset_revision for result in data.eval_results} == {"c" * 40}
     assert "| accuracy, percent | 80.00 | 35.00 |" in card.text
@@ -56,12 +66,14 @@ def test_the_card_names_no_local_folder(small: Build, tmp_path: Path) -> None:
     config = small(
         "task=rte", f"task.data_dir={tmp_path}", "model=auto", f"model.name={tmp_path}/encoder", "model.lora=true"
     )
-    record = make_finished_record("run", config, selection={"set": "validation", "metric": "accuracy", "value": 0.5})
-    card = ModelCard(make_model_card(record, ""))
+    selection = {"set": "validation", "metric": "accuracy", "value": 0.5}
+    record = make_finished_record("run", config, selection=selection, data={"fingerprint": "f" * 64, "train": 2490})
+    card = ModelCard(make_model_card(record, TASKS["rte"], ""))
     assert str(tmp_path) not in str(card)
     assert (card.data.base_model, card.data.datasets, card.data.library_name) == (None, None, "peft")
     assert "AutoPeftModelForSequenceClassification.from_pretrained" in card.text
     assert "from `encoder`" in card.text
+    assert "2,490 examples" in card.text
 
 
 def test_a_finished_run_is_uploaded_with_its_card(hub: MockHub, small: Build) -> None:
