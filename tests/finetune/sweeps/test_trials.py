@@ -168,7 +168,11 @@ GRIDS = {
     "zeta_ablation": {"": ZETAS},
     "figure8": {"": LAYERS},
     "layer_ablation": {"": LAYERS},
-    "pretrain_decoder": PRETRAINING,
+    "pretrain_decoder": {
+        **PRETRAINING,
+        "coupled_adam": {"reg": ("none",), "optim": ("coupled_adam",)},
+        "muon": {"reg": ("none",), "optim": ("muon",)},
+    },
     "pretrain_encoder": PRETRAINING,
     "finetune_own": {
         "base": {"reg": ("none",), **TASKS_AND_RATES},
