@@ -77,7 +77,7 @@ def make_model_card(record: RunRecord, spec: TaskSpec, citation: str) -> str:
     before, after = record.isotropy["before"], record.isotropy["after"]
     source = f"data set `{data_set}`" if is_from_hub else "local or generated data"
     start = f"`{base_model or shorten_model_name(base)}`" if config["model"]["pretrained"] else "random weights"
-    # peft has no class for masked language models, but transformers loads their adapters as well.
+    # peft lacks a class for masked language models; transformers loads their adapters itself.
     loader = "transformers" if spec.kind == "masked_lm" else library
     auto_class = f"AutoPeft{model_class.removeprefix('Auto')}" if loader == "peft" else model_class
     parts = [
@@ -121,7 +121,7 @@ def _list_settings(record: RunRecord) -> Iterator[tuple[str, str]]:
     for key in _HYPERPARAMETERS:
         group, _, name = key.rpartition(".")
         yield f"`{key}`", str((record.config[group] if group else record.config)[name])
-    size = f", {record.data['train']:,} examples" if "train" in record.data else ""  # a stream has no size
+    size = f", {record.data['train']:,} examples" if "train" in record.data else ""  # unknown for a stream
     yield "`data`", f"fingerprint {record.data['fingerprint'][:12]}{size}"
     for name, version in record.versions.items():
         yield name, version
@@ -137,7 +137,7 @@ def check_login(name: str) -> None:
 def push_to_hub(folder: Path, name: str, *, private: bool = True) -> str:
     """Upload the folder of a saved model to a repository of the hub, created if absent, and return its address.
 
-    Raises a `UserError` if the folder has no model card, or the hub cannot be reached or refuses.
+    Raises a `UserError` if the folder lacks a model card, or the hub cannot be reached or refuses the upload.
     """
     if not (folder / MODEL_CARD).is_file():
         raise UserError(f"{folder} has no {MODEL_CARD}; expected the model of a finished run with run.save_model=true")

@@ -69,7 +69,7 @@ class PreparedData:
     ) -> dict[str, float]:
         """Compute the metrics of a prediction that ignores the input, on the first validation set.
 
-        They are empty for a stream, whose tokens have not been counted.
+        The result is empty for a stream, because its tokens are not counted.
         """
         if self.stream is not None:
             return {}

@@ -360,7 +360,7 @@ def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[
     total_seconds, used_keys = 0.0, set()
     for planned_config, num_examples in planned:
         if planned_config.task.stream:
-            return None, "a stream has no length"
+            return None, "the length of a stream is unknown"
         names = planned_config.model.name, planned_config.task.name, planned_config.reg.name
         key = next((key for key in _make_similarity_keys(*names) if key in rates_by_key), ())
         if not key:
