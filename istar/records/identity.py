@@ -43,9 +43,8 @@ def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
     """Return the hash that identifies a run: twelve hexadecimal digits.
 
     Runs with equal settings, data and weights have equal hashes. Settings marked `NOT_IN_IDENTITY` in
-    `istar.records.config.groups` (paths, logging, hardware) are ignored. The number of processes is not, because it
-    multiplies the batch size. `data` is the fingerprint of the training and validation examples; `model` is the hub id
-    and revision, or the fingerprint of a local folder.
+    `istar.records.config.groups` (paths, logging, hardware) are ignored. `data` is the fingerprint of the training and
+    validation examples; `model` is the hub id and revision, or the fingerprint of a local folder.
     """
     # Imported here because istar.records.config imports OmegaConf, which `istar train --help` does not need.
     from istar.records.config.groups import Config

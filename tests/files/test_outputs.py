@@ -251,7 +251,7 @@ def test_a_checkpoint_is_whole_after_each_kill(tmp_path: Path, is_killed: Callab
 def test_a_refused_checkpoint_replaces_no_earlier_one(tmp_path: Path) -> None:
     for name in ("step-1.ckpt", "step-1.ckpt.refused", "step-1.ckpt.refused-2", "step-mine-1.ckpt"):
         (tmp_path / name).write_text(name)
-    assert find_resumable_checkpoint(tmp_path, "run", 1) is None
+    assert find_resumable_checkpoint(tmp_path, "run") is None
     remove_old_checkpoints(tmp_path, tmp_path / "best-epoch-1.ckpt")
     assert read_tree(tmp_path) == {
         "step-1.ckpt.refused": b"step-1.ckpt.refused", "step-1.ckpt.refused-2": b"step-1.ckpt.refused-2",

@@ -177,8 +177,11 @@ def _normalize_config(config: Config) -> dict[str, Any]:
         task["shuffle_blocks"] = TaskConfig.shuffle_blocks
     if config.trainer.stop_at_inter_sim is None:
         trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
-    # Only the number of devices changes the result, because it multiplies the batch size.
-    trainer["devices"] = _count_devices(config.trainer)
+    trainer["devices"] = num_devices = _count_devices(config.trainer)
+    if not config.task.stream and getattr(config.reg, "sync", True):
+        # W processes with batches of B examples train as one process does with batches of W * B examples.
+        settings["data"]["batch_size"] *= num_devices * config.trainer.num_nodes
+        trainer["devices"] = trainer["num_nodes"] = 1
     for name in redundant_arguments(config.trainer.lightning):
         del trainer[name]
     return settings

@@ -33,7 +33,7 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         checkpoint, which is None if none exists.
 
     Raises:
-        UserError: if the folder cannot be written, or the checkpoint was saved with a different number of processes.
+        UserError: if the folder cannot be written, or a model that is sharded now was not when it was saved.
     """
     folder, config = job.folder, job.config
     try:
@@ -50,7 +50,6 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
             checkpoint = find_resumable_checkpoint(
                 folder / CHECKPOINTS_FOLDER,
                 folder.name,
-                job.trainer.world_size,
                 is_sharded=isinstance(job.trainer.strategy, ShardingStrategy),
             )
         if checkpoint is not None:

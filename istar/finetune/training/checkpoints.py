@@ -186,7 +186,12 @@ class Checkpoints(Checkpoint):
         self._last_saved_at = time.monotonic()
         if self._restored_state is None:
             return
-        set_random_state(self._restored_state["random"][trainer.global_rank])
+        random_states = self._restored_state["random"]
+        if len(random_states) == trainer.world_size:
+            set_random_state(random_states[trainer.global_rank])
+        else:
+            # More or fewer processes cannot draw the same dropout masks, but should not repeat the first ones either.
+            torch.manual_seed(torch.initial_seed() + trainer.world_size * trainer.global_step)
         # Lightning does not restore should_stop itself.
         trainer.should_stop = trainer.should_stop or self._restored_state["stopped"]
         self._restored_state = None
@@ -201,17 +206,17 @@ def _is_validation_next(trainer: L.Trainer, batch_idx: int) -> bool:
     return trainer.val_check_batch is not None and (batch_index + 1) % trainer.val_check_batch == 0
 
 
-def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int, is_sharded: bool = False) -> Path | None:
+def find_resumable_checkpoint(folder: Path, run_name: str, is_sharded: bool = False) -> Path | None:
     """Return the path of the newest checkpoint that a run can resume from, or None.
 
     A checkpoint that is damaged or belongs to another run is renamed with a warning, and the previous one is used.
     Best-epoch weights of later epochs are removed, because the resumed run writes them again. Raises a `UserError` if
-    the checkpoint was written by a different number of processes, or without `trainer.strategy=fsdp` if the model is
-    sharded now: the optimizer's states are then numbered in another order.
+    the checkpoint was written without `trainer.strategy=fsdp` and the model is sharded now: the optimizer's states are
+    then numbered in another order.
     """
     for path in reversed(_list_sorted_paths(folder, "step")):
         try:
-            num_epochs, num_writers, was_sharded = _inspect_checkpoint(path, run_name)
+            num_epochs, was_sharded = _inspect_checkpoint(path, run_name)
         except UserError as error:
             numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
             names = (f"{path.name}.refused{number}" for number in numbers)
@@ -219,11 +224,6 @@ def find_resumable_checkpoint(folder: Path, run_name: str, num_processes: int, i
             path.rename(path.with_name(free_name))
             log.warning("%s; %s is not used, and is kept as %s", error, path.name, free_name)
             continue
-        if num_writers != num_processes:
-            raise UserError(
-                f"{path} was written by {num_writers} processes and cannot go on with {num_processes}; use as many as "
-                "before, or run.overwrite=true to start again"
-            )
         if is_sharded and not was_sharded:
             raise UserError(
                 f"{path} was written without trainer.strategy=fsdp and cannot go on with it; use the same strategy as "
@@ -243,8 +243,8 @@ def remove_old_checkpoints(folder: Path, best_weights_path: Path) -> None:
             path.unlink()
 
 
-def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int, bool]:
-    """Return how many epochs a checkpoint has completed, how many processes wrote it, and if the model was sharded.
+def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, bool]:
+    """Return how many epochs a checkpoint has completed, and whether the model was sharded.
 
     Raises a `UserError` if the checkpoint or the weights of its best epoch are damaged, or belong to another run or
     format.
@@ -253,7 +253,7 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int, bool]:
     try:
         state, history = content["callbacks"]["Checkpoints"], content["callbacks"]["History"]
         file_format, stored_run_name, best_epoch = state["format"], state["run"], history["best"]
-        num_epochs, num_processes, was_sharded = len(history["epochs"]), len(state["random"]), state["sharded"]
+        num_epochs, was_sharded, _ = len(history["epochs"]), state["sharded"], state["random"][0]
     except (KeyError, TypeError, IndexError) as error:
         raise UserError(f"{path} is not a checkpoint that istar wrote") from error
     if file_format != CHECKPOINT_FORMAT:
@@ -262,7 +262,7 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, int, bool]:
         raise UserError(f"{path} belongs to another run, {stored_run_name}")
     if best_epoch:
         read_checkpoint(path.with_name(f"best-epoch-{best_epoch}.ckpt"))
-    return num_epochs, num_processes, was_sharded
+    return num_epochs, was_sharded
 
 
 def _list_sorted_paths(folder: Path, prefix: str) -> list[Path]:

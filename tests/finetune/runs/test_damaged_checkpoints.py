@@ -49,7 +49,7 @@ def assert_refused(checkpoints: Path, run_name: str, caplog: pytest.LogCaptureFi
     newer = checkpoints / "step-2.ckpt"
     damaged = newer.read_bytes()
     caplog.clear()
-    assert find_resumable_checkpoint(checkpoints, run_name, 1) == checkpoints / "step-1.ckpt"
+    assert find_resumable_checkpoint(checkpoints, run_name) == checkpoints / "step-1.ckpt"
     [warning] = warnings_in(caplog)
     assert str(newer) in warning
     assert "\n" not in warning
@@ -77,7 +77,7 @@ def test_a_truncated_checkpoint(checkpoints: Path, good_checkpoint: Path, caplog
 def test_a_damaged_checkpoint_that_is_the_only_one(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
     (checkpoints / "step-1.ckpt").unlink()
     (checkpoints / "step-2.ckpt").write_bytes(b"not yours")
-    assert find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 1) is None
+    assert find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint)) is None
     assert len(warnings_in(caplog)) == 1
 
 
@@ -100,7 +100,7 @@ def test_flipped_bits(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> 
         damaged[position] ^= 1 << generator.randrange(8)
         newer.write_bytes(damaged)
         caplog.clear()
-        resumable = find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 1)
+        resumable = find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint))
         if resumable == newer:
             assert are_equal(read_checkpoint(newer), original), position
             assert warnings_in(caplog) == []
@@ -204,20 +204,10 @@ def test_a_checkpoint_that_would_run_code(
     assert marker.exists()
 
 
-def test_a_checkpoint_of_two_processes(checkpoints: Path, good_checkpoint: Path) -> None:
-    content = edit_checkpoint(
-        good_checkpoint,
-        lambda content: callback_state(content).update(random=callback_state(content)["random"] * 2),
-    )
-    torch.save(content, checkpoints / "step-2.ckpt")
-    with pytest.raises(
-        UserError, match=r"written by 2 processes and cannot go on with 1; .*run\.overwrite=true"
-    ) as error:
-        find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 1)
+def test_fsdp_needs_a_checkpoint_of_fsdp(checkpoints: Path, good_checkpoint: Path) -> None:
+    with pytest.raises(UserError, match=r"written without trainer\.strategy=fsdp .*run\.overwrite=true") as error:
+        find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), is_sharded=True)
     assert "\n" not in str(error.value)
-    assert find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 2) == checkpoints / "step-2.ckpt"
-    with pytest.raises(UserError, match=r"written without trainer\.strategy=fsdp"):
-        find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 2, is_sharded=True)
 
 
 def damage(path: Path) -> None:
@@ -268,7 +258,7 @@ def test_a_checkpoint_needs_the_weights_of_its_best_epoch(
     if not is_gone:
         best_weights.write_bytes(data)
         damage(best_weights)
-    assert find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint), 1) is None
+    assert find_resumable_checkpoint(checkpoints, name_of_run(good_checkpoint)) is None
     [warning] = warnings_in(caplog)
     assert str(best_weights) in warning
     assert (checkpoints / "step-1.ckpt.refused").exists()

@@ -3,6 +3,7 @@
 Starting a process takes seconds, so one run is interrupted several times.
 """
 
+import csv
 import json
 import os
 import pickle
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.runs import launch
@@ -253,6 +256,62 @@ def test_a_lock_is_told_from_other_errors(composed):
     # Errors must survive pickling, by which a launcher's job returns them.
     unpickled = pickle.loads(pickle.dumps(errors[0]))
     assert (type(unpickled), str(unpickled), unpickled.exit_code) == (LockedError, "busy", LockedError.exit_code)
+
+
+# ---- other numbers of processes
+
+# SGD without dropout: other numbers of processes can only round otherwise.
+PLAIN = ("task=demo_sentence", "model=small_encoder", "model.vocab_size=300", "model.config.hidden_size=32",
+         "model.config.intermediate_size=64", "+model.config.hidden_dropout_prob=0",
+         "+model.config.attention_probs_dropout_prob=0", "reg=istar", "optim=sgd", "optim.lr=0.1",
+         "run.isotropy_zeta=null", *LONG, "reg.num_points=100000")  # fmt: skip
+GLOBAL_BATCH = 8
+
+
+def divide_batch(num_processes: int, strategy: str = "ddp") -> tuple[str, ...]:
+    """Return overrides that divide each batch of 8 examples among processes."""
+    strategies = () if num_processes == 1 else (f"trainer.strategy={strategy}",)
+    return (f"trainer.devices={num_processes}", *strategies, f"data.batch_size={GLOBAL_BATCH // num_processes}")
+
+
+@pytest.fixture(scope="module")
+def plain_run(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of `PLAIN` in one process that was never interrupted."""
+    config = composed(*PLAIN, "data.batch_size=8", f"run.root={tmp_path_factory.mktemp('plain')}")
+    return place(config, run(config))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, "ddp"), (1, "ddp")),
+        pytest.param((1, "ddp"), (4, "ddp"), marks=pytest.mark.slow),
+        pytest.param((2, "fsdp"), (4, "fsdp"), marks=pytest.mark.slow),
+        pytest.param((4, "fsdp"), (1, "ddp"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_resumes_with_another_number_of_processes(tmp_path, start, plain_run, first, second):
+    stopped = start(tmp_path, *PLAIN, *divide_batch(*first)).until_it_trains().send(signal.SIGTERM).wait()
+    assert_stopped(stopped, signal.SIGTERM)
+    step = int(re.search(r"saved at step (\d+)", stopped.line())[1])
+    done = start(tmp_path, *PLAIN, *divide_batch(*second)).wait()
+    assert done.code == 0
+    folder = only_run(tmp_path / "runs")
+    assert folder.name == plain_run.name
+    rows, expected_rows = (read_metrics(path) for path in (folder, plain_run))
+    assert [row["step"] for row in rows] == [row["step"] for row in expected_rows]
+    assert 0 < step < int(rows[-1]["step"])
+    losses, expected_losses = (
+        [float(row["train/loss"]) for row in each if row["train/loss"]] for each in (rows, expected_rows)
+    )
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    weights, expected_weights = (load_file(path / "model" / "model.safetensors") for path in (folder, plain_run))
+    assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+def read_metrics(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 # ---- signals

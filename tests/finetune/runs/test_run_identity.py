@@ -176,6 +176,30 @@ def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "are_the_same"),
+    [
+        ((), True),
+        (("reg=cosreg",), True),
+        (("reg.sync=false",), False),
+        (("task=clm", "task.stream=true", "trainer.max_steps=9"), False),
+    ],
+)
+def test_a_global_batch_is_the_same_run_however_it_is_divided(
+    composed: Build, settings: tuple[str, ...], are_the_same: bool
+) -> None:
+    divisions = [
+        ("data.batch_size=8",),
+        ("data.batch_size=4", "trainer.devices=2"),
+        ("data.batch_size=2", "trainer.devices=2", "trainer.num_nodes=2"),
+    ]
+    configs = [composed("task=rte", "reg=istar", *settings, *division) for division in divisions]
+    names = {run_folder_path(config, "data", "model").name for config in configs}
+    assert len(names) == (1 if are_the_same else len(divisions))
+    other = composed("task=rte", "reg=istar", *settings, "data.batch_size=4", "trainer.num_nodes=3")
+    assert run_folder_path(other, "data", "model").name not in names
+
+
+@pytest.mark.parametrize(
     ("task", "other"),
     [
         ("rte", ["task.max_length=256"]),
