@@ -51,7 +51,7 @@ def _call(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _load_compiler_option() -> None:
-    """Keep torch.compile out of the hooks, if the compiler is loaded, as by transformers' models."""
+    """Keep torch.compile out of `_UncompiledHook`, if the compiler is loaded, as by transformers' models."""
     global _call
     if "torch._dynamo" in sys.modules and not hasattr(_call, "__wrapped__"):
         _call = torch.compiler.disable(_call)
@@ -59,10 +59,7 @@ def _load_compiler_option() -> None:
 
 @dataclass
 class _UncompiledHook:
-    """A hook that torch.compile would otherwise compile again for each layer, up to a limit.
-
-    It is copied and pickled together with the reader.
-    """
+    """A hook that torch.compile calls without compiling it. It is copied and pickled together with the reader."""
 
     hook: Callable[..., Any]
 
@@ -136,7 +133,7 @@ class HiddenStateReader:
             *self._register_label_hooks(model),
             self.base_model.register_forward_pre_hook(_UncompiledHook(self._begin_pass), with_kwargs=True),
             *(
-                module.register_forward_hook(_UncompiledHook(partial(self._read_layer, module_index)), with_kwargs=True)
+                module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
                 for module_index, module in enumerate(self._layers.modules)
             ),
             self.base_model.register_forward_hook(_UncompiledHook(self._end_pass), always_call=True),
@@ -247,6 +244,10 @@ class HiddenStateReader:
         is_without_gradients = current.has_gradients and not torch.is_grad_enabled()
         if is_without_gradients:
             current.layers_without_gradients.add(layer_number)
+        # torch.compile traces this hook with the model. The summary, which it cannot trace, would split the graph.
+        if torch.compiler.is_compiling():
+            current.deferred_states.extend(states)
+            return
         # A summary inside a checkpoint would have no gradient, or be recomputed. With layerdrop, any layer may be the
         # last one that runs. Modules that are not of transformers may be followed by operations in place.
         is_checkpointed = is_without_gradients or (current.has_gradients and _are_saved_tensors_hooked())

@@ -1,11 +1,16 @@
 """A loop with accelerate: `backward` divides task loss and penalty by the number of micro-batches alike."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 import istar
+from istar.hidden_states.sharding import is_sharded_module
+from tests.forks import run_in_processes
 from tests.integrations.naive import (
     CLOSE,
     WEIGHT,
@@ -15,6 +20,7 @@ from tests.integrations.naive import (
     compute_penalty,
     make_classifier,
     make_examples,
+    make_sigma,
     task_loss_and_points,
 )
 
@@ -49,3 +55,32 @@ def test_the_gradient_is_that_of_the_mean_over_micro_batches(accumulation):
         losses.append(task_loss + compute_penalty(points, watch.penalty.shrinkage_covariance))
     [actual] = gradients_by_step
     assert_close(actual, compute_gradients(naive_model, torch.stack(losses).mean()), **CLOSE)
+
+
+def train_sharded(rank: int, folder: str) -> None:
+    """Compute the gradients of a model that accelerate's FSDP2 plugin has sharded, and save them."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
+    )
+    accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
+    model = make_classifier("gpt2")
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert is_sharded_module(model)
+    watch = istar.attach(model, istar.IStar(WEIGHT, ZETA))
+    watch.penalty.shrinkage_covariance = make_sigma()
+    batch = {
+        name: values.to(accelerator.device) for name, values in collate(make_examples("classification", 6)).items()
+    }
+    accelerator.backward(model(**batch).loss + watch.loss())
+    gradients = {name: parameter.grad.full_tensor().cpu() for name, parameter in model.named_parameters()}
+    torch.save(gradients, Path(folder) / "gradients.pt")
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_a_model_that_accelerate_shards(tmp_path):
+    run_in_processes(train_sharded, (str(tmp_path),), 1)
+    model = make_classifier("gpt2")
+    task_loss, points = task_loss_and_points(model, collate(make_examples("classification", 6)))
+    expected = compute_gradients(model, task_loss + compute_penalty(points, make_sigma()))
+    assert_close(torch.load(tmp_path / "gradients.pt"), expected, **CLOSE)
