@@ -11,8 +11,8 @@ from istar.errors import NonFiniteError, UserError
 
 BLOCK = 2**18
 """Numbers per block on a CPU: 2 MiB in float64, which stay in the cache between operations."""
-BLOCK_ON_DEVICES = 2**22
-"""Numbers per block on other devices: 32 MiB in float64, because each operation there has a large fixed cost."""
+BLOCK_ON_DEVICES = 2**25
+"""Numbers per block on other devices: 256 MiB in float64, because each operation there has a large fixed cost."""
 
 _FULL_PRECISION_SETTINGS = {"none", "ieee"}
 """Settings of torch's backends with which float32 products are computed in float32."""

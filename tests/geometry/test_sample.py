@@ -11,7 +11,7 @@ from istar.geometry.collect.sample import Sample
 
 def make_sample(tokens: list[int], size: int, seed: int, block_length: int = 4) -> Sample:
     """Return a sample of a text whose only tap, `place`, is the position of each token in the text."""
-    sample = Sample(["place"], size, seed)
+    sample = Sample({"place": torch.device("cpu")}, size, seed)
     for block_index, start in enumerate(range(0, len(tokens), block_length)):
         ids = torch.tensor(tokens[start : start + block_length])
         positions = torch.arange(start, start + len(ids), dtype=torch.float64)[:, None]
@@ -45,7 +45,7 @@ def test_copies_do_not_change_the_dimension() -> None:
     type_points = torch.randn(300, 12, generator=generator, dtype=torch.float64)
     tokens = torch.randint(300, (6000,), generator=generator)
     shifted_points = type_points[tokens] + 1e-4 * torch.randn(6000, 1, generator=generator, dtype=torch.float64)
-    sample = Sample(["embeddings", "layer_1"], 1000, 0)
+    sample = Sample(dict.fromkeys(("embeddings", "layer_1"), torch.device("cpu")), 1000, 0)
     sample.update(range(60), [100] * 60, tokens, {"embeddings": type_points[tokens], "layer_1": shifted_points})
     dimension = sample.estimate_two_nn("embeddings").value
     assert dimension > 7

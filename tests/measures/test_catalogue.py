@@ -34,7 +34,7 @@ def test_every_measure_of_a_layer_is_in_the_catalogue():
     layer.update(
         points, TokenBatch.of(torch.arange(30) % 3, torch.arange(30) % 10, torch.arange(30) // 15, num_groups=2)
     )
-    sample = Sample(["layer"], 5, 0)
+    sample = Sample({"layer": torch.device("cpu")}, 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
     computed = {*layer.compute_measures(), *sample.compute_cosines("layer"), "two_nn", "two_nn_error"}
     assert computed | TABLES == measure_names("layers")

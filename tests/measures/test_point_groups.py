@@ -159,10 +159,11 @@ def test_groups_may_appear_one_after_another(is_descending):
         assert summary.inter_sim == pytest.approx(expected.inter_sim, rel=1e-12, nan_ok=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_of_groups_are_summed(dtype):
-    points, groups = cloud(dtype=dtype), torch.tensor([7, 3, 3, 9, 7, 7]).repeat(10)
-    weights = torch.linspace(-1, 2, 60, dtype=dtype)
+def test_rows_of_groups_are_summed(dtype, device):
+    points, groups = cloud(dtype=dtype).to(device), torch.tensor([7, 3, 3, 9, 7, 7], device=device).repeat(10)
+    weights = torch.linspace(-1, 2, 60, dtype=dtype, device=device)
     rows = RowsByGroup.of(groups)
     assert rows.groups.tolist() == [3, 7, 9]
     assert rows.counts.tolist() == [20, 30, 10]

@@ -84,7 +84,8 @@ class CorpusStatistics(Accumulator):
         layer_settings = settings.make_layer_settings(config.hidden_size, len(origins))
         self.layers = {tap: Layer(vocabulary_size, origin, layer_settings) for tap, origin in origins.items()}
         self._has_all_measures = settings.measures == "all"
-        self.sample = Sample(list(origins), min(settings.sample, config.vocab_size), settings.seed)
+        devices = {tap: origin.device for tap, origin in origins.items()}
+        self.sample = Sample(devices, min(settings.sample, config.vocab_size), settings.seed)
 
     def compute_measures(
         self,

@@ -30,7 +30,7 @@ def count_layer_bytes(settings: MeasureSettings, config: "PretrainedConfig", num
     numbers = num_parts * (matrices * dim**2 + vectors * dim) + (NUM_LOG2_BINS + settings.groups) * (dim + 4) + 8 * dim
     numbers += 483 + (2**15 if settings.measures == "all" else 0)  # histograms of the norms and of the activations
     recent = 4 * num_parts * dim**2 * (2 if layer_settings.has_score_by_sentence else 1)
-    return 8 * numbers, recent, 8 * config.vocab_size * (dim + 4) if settings.intra else 0
+    return 8 * numbers, recent, config.vocab_size * (4 * dim + 32) if settings.intra else 0
 
 
 def describe_memory(

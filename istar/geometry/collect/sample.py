@@ -38,7 +38,8 @@ class Sample(Accumulator):
     depend only on the seed, the token's block, and its place in the block. The sample is therefore the same however
     blocks are batched and shared among processes, and samples merge exactly.
 
-    A `size` of 0 keeps no types. `random_numbers` of the sampled tokens are in ascending order, `(n,)`, and their
+    The states are kept on the CPU, and measured on the device that `devices` has for their tap. A `size` of 0 keeps no
+    types. `random_numbers` of the sampled tokens are in ascending order, `(n,)`, and their
     `types`, `(n,)`, are all different.
     """
 
@@ -47,18 +48,18 @@ class Sample(Accumulator):
     states: dict[str, Tensor]
     rows: Tensor
 
-    def __init__(self, taps: Sequence[str], size: int, seed: int) -> None:
-        self.size, self.seed = size, seed
+    def __init__(self, devices: Mapping[str, torch.device], size: int, seed: int) -> None:
+        self.size, self.seed, self._devices = size, seed, devices
         self.add_state("random_numbers", torch.empty(0, dtype=torch.float64), "custom")
         self.add_state("types", torch.empty(0, dtype=torch.int64), "custom")
         # Hidden states `(size, d)` by tap, in any order, and each sampled token's row in them. A token that joins the
         # sample can take the row of one that leaves it.
-        self.add_state("states", {tap: torch.empty(0) for tap in taps}, "custom")
+        self.add_state("states", {tap: torch.empty(0) for tap in devices}, "custom")
         self.add_state("rows", torch.empty(0, dtype=torch.int64), "custom")
 
     def get_points(self, tap: str) -> Tensor:
         """Return the hidden states of the sampled tokens at a tap, `(n, d)`, by ascending random number."""
-        return self.states[tap][self.rows]
+        return self.states[tap][self.rows].to(self._devices[tap])
 
     def update(
         self,
@@ -91,7 +92,7 @@ class Sample(Accumulator):
 
     def merge_custom(self, other: Self) -> None:
         """Add the tokens of another sample."""
-        self._add(other.random_numbers, other.types, {tap: other.get_points(tap) for tap in other.states})
+        self._add(other.random_numbers, other.types, {tap: states[other.rows] for tap, states in other.states.items()})
 
     def estimate_two_nn(self, tap: str) -> Dimension:
         """Estimate the intrinsic dimension at a tap and its standard error; NaN if too few points are distinct."""
