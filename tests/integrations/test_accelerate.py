@@ -73,7 +73,11 @@ def train_sharded(rank: int, folder: str) -> None:
         name: values.to(accelerator.device) for name, values in collate(make_examples("classification", 6)).items()
     }
     accelerator.backward(model(**batch).loss + watch.loss())
-    gradients = {name: parameter.grad.full_tensor().cpu() for name, parameter in model.named_parameters()}
+    gradients = {
+        name: parameter.grad.full_tensor().cpu()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     torch.save(gradients, Path(folder) / "gradients.pt")
 
 
