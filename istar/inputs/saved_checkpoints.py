@@ -15,6 +15,7 @@ from typing import Any
 from istar.errors import UserError, shorten
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import refuse_special_file, write_text
+from istar.inputs.archives import load_archive
 from istar.records.config import ModelConfig
 from istar.records.identity import shorten_model_name
 from istar.records.results import KEPT_MODELS
@@ -251,12 +252,9 @@ def _find_model_subfolders(folder: Path) -> list[Path]:
 def _inspect_path(path: Path) -> _FoundCheckpoint | None:
     """Return the checkpoint at a path with its recorded step, or None if it is not a checkpoint."""
     if path.suffix == ".ckpt":
-        import torch  # takes seconds to import, and comparisons of measured models do without it
-
         run = path.parent.parent if path.parent.name == _CHECKPOINT_FOLDER else path.parent
         try:
-            # The tensors are mapped, not read.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            state = load_archive(path, mmap=True)
         except Exception:  # a damaged file can raise any exception
             return _FoundCheckpoint(path, path, run, None, is_readable=False)
         return _FoundCheckpoint(path, path, run, _get_step(state, "global_step"))

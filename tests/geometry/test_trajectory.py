@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 
 from istar.cli.main import main
 from istar.errors import UserError
@@ -20,6 +21,7 @@ from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
 from istar.inputs import saved_checkpoints, tiny
 from istar.inputs.saved_checkpoints import Checkpoint
+from tests.archives import compress_archive
 from tests.mock_hub import serving, set_offline, use
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("blank_figures")]
@@ -257,6 +259,19 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(tmp_path: Path, text: Path) -> 
     assert not (tmp_path / "ran").exists()
     torch.load(checkpoint, weights_only=False)
     assert (tmp_path / "ran").exists()
+
+
+def test_a_compressed_checkpoint_is_refused(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A few kilobytes that torch would load as a gigabyte."""
+    save_checkpoint(tmp_path / "run" / "model", 1)
+    checkpoint, compressed = (tmp_path / "run" / "checkpoints" / f"step-{step}.ckpt" for step in (1, 2))
+    checkpoint.parent.mkdir()
+    weights = {f"model.{name}": value for name, value in load_file(tmp_path / "run/model/model.safetensors").items()}
+    torch.save({"state_dict": weights, "global_step": 1}, checkpoint)
+    compress_archive(checkpoint, compressed)
+    assert measure_checkpoints(tmp_path, checkpoint, text) == 0
+    assert measure_checkpoints(tmp_path, compressed, text) != 0
+    assert "step-2.ckpt" in capsys.readouterr().err
 
 
 def test_a_pooler_that_is_not_in_the_files_does_not_count(

@@ -5,7 +5,6 @@ import logging
 import random
 import re
 import time
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.finetune.training.signals import StopSignal
+from istar.inputs.archives import load_archive
 
 CHECKPOINT_FORMAT = 5
 """Version of the checkpoint format; checkpoints of other versions are refused."""
@@ -62,10 +62,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises a `UserError` if the file is missing or damaged, or contains anything but plain data and tensors.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            if damaged_member := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {damaged_member} is wrong")
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint: dict[str, Any] = load_archive(path)
         return checkpoint
     except Exception as error:  # a damaged file can raise any exception
         raise UserError(f"{path} is not a readable checkpoint: {shorten(error)}") from error

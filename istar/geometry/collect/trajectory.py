@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
-import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -20,6 +19,7 @@ from istar.geometry.collect import measure, measures_file
 from istar.geometry.collect.measure import load_and_hash_weights
 from istar.geometry.collect.measures_file import Measurements, ModelName, make_other_model_error
 from istar.geometry.collect.trajectory_file import TRAINING_KIND, Trajectory, TrajectoryPlan, make_csv
+from istar.inputs.archives import load_archive
 from istar.inputs.saved_checkpoints import Checkpoint
 
 
@@ -163,7 +163,7 @@ def _convert_checkpoint(path: Path, folder: Path) -> None:
     if not (model_folder / "config.json").is_file():
         raise UserError(f"{path}: its run has no model folder; expected one with the config and the tokenizer")
     try:
-        state_dict = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+        state_dict = load_archive(path)["state_dict"]
         # Tied weights are one tensor under two names, which safetensors refuses; the clones share no memory.
         weights = {
             name.removeprefix("model."): tensor.clone().contiguous()

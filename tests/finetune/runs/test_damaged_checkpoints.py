@@ -12,6 +12,7 @@ import torch
 from istar.errors import UserError
 from istar.finetune.runs.run import run
 from istar.finetune.training.checkpoints import CHECKPOINT_FORMAT, find_resumable_checkpoint, read_checkpoint
+from tests.archives import compress_archive
 from tests.finetune.runs.faults import (
     EPOCHS,
     Broken,
@@ -84,6 +85,16 @@ def test_a_damaged_checkpoint_that_is_the_only_one(checkpoints: Path, good_check
 def test_a_checkpoint_without_its_last_byte(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
     (checkpoints / "step-2.ckpt").write_bytes(good_checkpoint.read_bytes()[:-1])
     assert_refused(checkpoints, name_of_run(good_checkpoint), caplog)
+
+
+def test_a_compressed_checkpoint_does_not_fill_the_memory(
+    checkpoints: Path, good_checkpoint: Path, caplog: Any
+) -> None:
+    """A few kilobytes that torch would load as a gigabyte."""
+    compress_archive(good_checkpoint, checkpoints / "step-2.ckpt")
+    assert torch.load(checkpoints / "step-2.ckpt", weights_only=True).keys()
+    assert_refused(checkpoints, name_of_run(good_checkpoint), caplog)
+    assert "its content is compressed" in caplog.text
 
 
 def test_flipped_bits(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
