@@ -59,6 +59,7 @@ def test_a_line_of_text_is_a_document(tmp_path: Path) -> None:
         (gzip.compress(b"text\n" * 999)[:-9], r"a\.txt\.gz: cannot be read: Truncated compressed stream"),
         (gzip.compress(b"one\ncaf\xe9\n"), r"a\.txt\.gz, line 2: not UTF-8: byte 4 is 0xe9"),
     ],
+    ids=["plain", "truncated", "not UTF-8"],  # else the names would contain the time of the compression
 )
 def test_damaged_compressed_files_are_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.txt.gz").write_bytes(content)
