@@ -160,8 +160,10 @@ def registered() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_core() -> Iterator[None]:
     """Let figures be drawn in this process, so that tests can count and replace the calls that draw them."""
+    from istar.drawing import page_folder
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+        patch.setattr(page_folder, "MAX_PROCESSES", 1)
         yield
 
 

@@ -22,6 +22,8 @@ from istar.finetune.sweeps.trials import allow_options_without_key
 from istar.records.config import Config, schema
 from istar.records.options import config_folder
 
+SECONDS_FOR_RANK_ZERO = 10.0
+"""How long other processes under torchrun or srun wait before they print an error and exit."""
 DRY_RUN_OPTION = "--dry-run"
 _DRY_RUN_OVERRIDE = "sweep.dry_run=true"
 _OPTIONS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn",
@@ -161,7 +163,11 @@ def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
         # Hydra raises a plain ValueError for some mistakes on the command line, for example `task=null`.
         if not isinstance(error, HydraException | OmegaConfBaseException):
             message += " (HYDRA_FULL_ERROR=1 shows where)"
-    # Under torchrun or srun, only rank 0 prints it.
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    rank = launch.find_rank(os.environ)
+    if rank == 0:
         print(f"error: {message}", file=sys.stderr)
+    elif not isinstance(error, StoppedError | KeyboardInterrupt):
+        # Rank 0 usually has the same error. Once it has printed that, torchrun stops the other processes.
+        time.sleep(SECONDS_FOR_RANK_ZERO)
+        print(f"error in process {rank}: {message}", file=sys.stderr)
     sys.exit(code)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from istar import __version__
+from istar.cli import train
 from istar.cli.main import main, train_main
 from istar.cli.train import move_overrides_to_end
 from istar.drawing.terminal import make_console, run_with_robust_output
+from istar.errors import StoppedError, UserError
 from istar.records import results
 from istar.records.config.penalties import PENALTIES
 from istar.records.task_specs import TASKS
@@ -265,3 +267,24 @@ def test_characters_that_the_encoding_of_the_output_lacks_become_question_marks(
 
     assert run_with_robust_output(show_bar) == 7
     assert written.getvalue() == b"Epoch 0/2 ? ?=1 ???\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "expected"),
+    [
+        (UserError("wrong"), "0", "error: wrong\n"),
+        (UserError("wrong"), "3", "error in process 3: wrong\n"),
+        (StoppedError("stopped", 15), "0", "error: stopped\n"),
+        (StoppedError("stopped", 15), "3", ""),
+    ],
+)
+def test_an_error_of_any_process_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: UserError, rank: str, expected: str
+) -> None:
+    """Rank 0 comes first, because torchrun stops all processes once one of them has ended."""
+    monkeypatch.setattr(train, "SECONDS_FOR_RANK_ZERO", 0)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as exit_info:
+        train.exit_with_error(error)
+    assert exit_info.value.code == error.exit_code
+    assert capsys.readouterr().err == expected

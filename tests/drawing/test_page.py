@@ -63,6 +63,7 @@ def test_several_processes_draw_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     expected = page_folder.render_pictures(plots, tmp_path)
     drawn: list[str] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(page_folder, "MAX_PROCESSES", 2)
     # The forks have the formats of this process, and it raises their errors.
     formats = rendering.FIGURE_FORMATS.set(("svg", "pdf"))
     try:
