@@ -448,8 +448,8 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["optim=sgd", "optim.arguments.lr=0.5"], ["optim.arguments.lr", "expected one of momentum, dampening"]),
     (["optim=sgd", "optim.arguments.nesterov=flase"], ["optim.arguments.nesterov=flase", "true or false"]),
     (["optim=sgd", "optim.arguments.momentum=-1"], ["{'momentum': -1}", "SGD refuses", "Invalid momentum value: -1"]),
-    # torch's constructor accepts these, and its first step does not
-    (["optim=torch", "optim.name=Adam", "+optim.arguments.betas=[0.9,0.9,0.9]"], ["0.9, 0.9, 0.9", "Adam refuses"]),
+    # NAdam's constructor accepts these, and its first step does not
+    (["optim=torch", "optim.name=NAdam", "+optim.arguments.betas=[0.9,0.9,0.9]"], ["0.9, 0.9, 0.9", "NAdam refuses"]),
     (["optim=adafactor", "trainer.strategy=fsdp"], ["Adafactor cannot train sharded", "use trainer.strategy=ddp"]),
     (["optim=sgd", "optim.arguments=3"], ["optim.arguments=3 is not a mapping"]),
     (["reg.name=foo"], ["reg.name=foo", "istar"]),
