@@ -10,7 +10,7 @@ def load_archive(path: Path, mmap: bool = False) -> Any:
 
     With `mmap`, tensors are read from the file when they are used, and checksums are not verified. Compressed files are
     refused, because torch never writes them: a few kilobytes could fill the memory, and `mmap` would return other
-    numbers. Raises any exception if the file is damaged or contains anything else.
+    numbers. For a file that is damaged or contains anything else, zipfile or torch raises an exception of any type.
     """
     import torch  # takes seconds to import, and comparisons of measured models do without it
 
