@@ -216,8 +216,8 @@ class GroupedPoints(Accumulator):
         groups: number of groups.
         dim: d, at least 1.
         device: device of the sums; points must be on the same device. Sums are float64 (float32 on MPS).
-        dtype: dtype of the sums of unit vectors, if not that of the other sums. In float32, they take half of the
-            memory, and the average cosine of a group is exact to about 1e-7.
+        dtype: dtype of the sums of unit vectors; None is the dtype of the other sums. float32 halves their memory, and
+            the average cosine of a group is exact to about 1e-7.
 
     Attributes:
         count: number of points of each group, `(groups,)`, int64.

@@ -651,7 +651,7 @@ MUTATIONS = [
         "tests/finetune/runs/test_damaged_checkpoints.py::test_a_compressed_checkpoint_does_not_fill_the_memory",
     ),
     Mutation(
-        "Each number of processes is a run of its own.",
+        "Runs with different numbers of processes have different names.",
         "istar/finetune/runs/identify.py",
         'trainer["devices"] = trainer["num_nodes"] = 1',
         "pass",

@@ -76,7 +76,7 @@ class Layer(Accumulator):
     Batches may come in any order, and the accumulators of several processes merge exactly. Elementwise operations and
     the sums over a batch are float32, or float64 if the hidden states are float64 or leave the range where float32
     keeps its digits. Sums of powers are about an origin near the mean, so that they lose no digits where a mean is
-    large. Sums are accumulated in float64 (float32 on MPS), and those of unit vectors by type in float32.
+    large. Sums are accumulated in float64 (float32 on MPS), except the sums of unit vectors by type, which are float32.
 
     A `vocabulary_size` of 0 leaves out IntraSim and the measures by frequency; `types` is then None. The `origin`,
     `(d,)`, is a point near the mean, on the device of the hidden states. Accumulators to merge need the same origin and
@@ -97,7 +97,7 @@ class Layer(Accumulator):
         self.norms = Norms(dim, _NORM_EDGES, device)
         # Sums of the first to the fourth powers of the differences from the origin in each dimension, `(4, d)`.
         self.add_state("power_sums", self._origin.new_zeros(4, dim), "sum")
-        # In float32, because most of the memory is theirs: IntraSim changes by 1e-10, and that of a type by 6e-8.
+        # float32 halves the largest sums of a layer. It changes IntraSim by 1e-10, and the value of one type by 6e-8.
         self.types = GroupedPoints(vocabulary_size, dim, device, torch.float32) if vocabulary_size else None
         self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device)
         has_all_measures = self.settings.measures == "all"

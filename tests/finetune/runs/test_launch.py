@@ -277,7 +277,7 @@ def divide_batch(num_processes: int, strategy: str = "ddp") -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def plain_run(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of `PLAIN` in one process that was never interrupted."""
-    config = composed(*PLAIN, "data.batch_size=8", f"run.root={tmp_path_factory.mktemp('plain')}")
+    config = composed(*PLAIN, *divide_batch(1), f"run.root={tmp_path_factory.mktemp('plain')}")
     return place(config, run(config))
 
 
