@@ -165,10 +165,10 @@ def test_paper_defaults(composed: Callable[..., Config]) -> None:
 
 
 def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]) -> None:
-    config = composed("trainer.max_steps=70", "trainer.limit_train_batches=0.5")
-    assert config.trainer.lightning == {"max_steps": 70, "limit_train_batches": 0.5}
+    config = composed("trainer.benchmark=true", "trainer.max_time=00:12:00:00")
+    assert config.trainer.lightning == {"benchmark": True, "max_time": "00:12:00:00"}
     values = to_dict(config)
-    assert (values["trainer"]["max_steps"], values["trainer"]["limit_train_batches"]) == (70, 0.5)
+    assert (values["trainer"]["benchmark"], values["trainer"]["max_time"]) == (True, "00:12:00:00")
     assert "lightning" not in values["trainer"]
     assert schema.load(OmegaConf.create(values)) == config
     assert identity_hash(values, "data", "weights") != identity_hash(to_dict(composed()), "data", "weights")
@@ -422,7 +422,9 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["trainer.log_every_n_steps=0"], ["trainer.log_every_n_steps=0"]),
     (["trainer.max_step=9"], ["trainer.max_step:", "lightning.Trainer", "did you mean trainer.max_steps?"]),
     (["trainer.logger=false"], ["trainer.logger cannot be set", "logger=wandb"]),
-    (["trainer.max_steps=0"], ["trainer.max_steps=0", "above 0"]),
+    (["trainer.max_steps=0"], ["trainer.max_steps=0", "1"]),
+    (["trainer.check_val_every_n_epoch=0"], ["trainer.check_val_every_n_epoch=0", "1"]),
+    (["trainer.limit_train_batches=-1"], ["trainer.limit_train_batches=-1", "above 0"]),
     (["trainer.limit_val_batches=0"], ["trainer.limit_val_batches=0", "above 0"]),
     (["trainer.limit_val_batches=1.5"], ["trainer.limit_val_batches=1.5", "(0, 1]"]),
     (["trainer.val_check_interval=00:10:00"], ["trainer.val_check_interval", "number of batches"]),

@@ -163,7 +163,7 @@ def _make_module(
 ) -> FineTuner:
     options: dict[str, Any] = {
         "skip_nonfinite": config.trainer.nonfinite == "skip",
-        "max_steps": config.trainer.lightning.get("max_steps"),
+        "max_steps": config.trainer.max_steps,
         "is_streamed": data.stream is not None,
     }
     optim = replace(config.optim, weight_decay=config.reg.weight_decay(config.optim.weight_decay))
@@ -212,5 +212,5 @@ def _check_batch_size(job: Job) -> None:
 def _count_batches_per_epoch(job: Job) -> int:
     num_examples = count_examples_per_process(len(job.data.train), job.trainer.world_size)
     num_batches = math.ceil(num_examples / job.config.data.batch_size)
-    batch_limit = job.config.trainer.lightning.get("limit_train_batches") or 1.0
+    batch_limit = job.config.trainer.limit_train_batches
     return min(batch_limit, num_batches) if type(batch_limit) is int else int(batch_limit * num_batches)

@@ -273,7 +273,7 @@ def _count_evaluated_rows(config: Config, num_rows: int) -> int:
 
     The set is cut beforehand because Lightning would skip batches, but metrics need predictions for complete sets.
     """
-    batch_limit = 1 if config.trainer.fast_dev_run else config.trainer.lightning.get("limit_val_batches", 1.0)
+    batch_limit = 1 if config.trainer.fast_dev_run else config.trainer.limit_val_batches
     max_rows = (
         batch_limit * config.data.eval_batch_size if type(batch_limit) is int else max(1, int(batch_limit * num_rows))
     )

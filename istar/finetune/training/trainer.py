@@ -64,7 +64,7 @@ def build_trainer(
                 check_on_train_epoch_end=False,
             )
         )
-    callbacks.append(StopAfterLastStep(settings.lightning.get("max_steps")))
+    callbacks.append(StopAfterLastStep(settings.max_steps))
     if checkpoints is not None:
         callbacks.append(checkpoints)
     return _construct_trainer(
@@ -80,16 +80,18 @@ def build_trainer(
         use_distributed_sampler=False,
         callbacks=callbacks,
         default_root_dir=folder,
-        # A callback applies `max_steps`. The validation sets are already cut to `limit_val_batches`, because metrics
-        # need complete sets.
-        **{key: value for key, value in settings.lightning.items() if key not in ("max_steps", "limit_val_batches")},
+        limit_train_batches=settings.limit_train_batches,
+        val_check_interval=settings.val_check_interval,
+        check_val_every_n_epoch=settings.check_val_every_n_epoch,
+        # A callback applies `max_steps`, and the validation sets are already cut to `limit_val_batches`, because
+        # metrics need complete sets.
+        **settings.lightning,
     )
 
 
 def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None:
     """Raise a `UserError` if validations are more than an epoch of `num_batches` apart; Lightning would raise later."""
-    interval = settings.lightning.get("val_check_interval")
-    is_within_epochs = settings.lightning.get("check_val_every_n_epoch", 1) is not None
+    interval, is_within_epochs = settings.val_check_interval, settings.check_val_every_n_epoch is not None
     if type(interval) is int and interval > num_batches and is_within_epochs and not settings.fast_dev_run:
         raise UserError(
             f"trainer.val_check_interval={interval}: an epoch has only {num_batches} batches; to count them across "

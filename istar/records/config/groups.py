@@ -336,11 +336,21 @@ class TrainerConfig:
     """Duration, hardware and monitoring of the training.
 
     Arguments of `lightning.Trainer` keep their names. Those without a field here are accepted too, for example
-    `trainer.max_steps=1000`.
+    `trainer.benchmark=true`.
     """
 
     max_epochs: int = 3
     """Number of epochs."""
+    max_steps: int | None = None
+    """Number of optimizer steps after which training stops, within `max_epochs`; null stops after the epochs."""
+    limit_train_batches: int | float = 1.0
+    """Number (2) or fraction (0.5) of an epoch's batches to train on; 1.0 or null uses all."""
+    limit_val_batches: int | float = 1.0
+    """Number or fraction of a validation set's batches to predict; 1.0 or null uses all."""
+    val_check_interval: int | float = 1.0
+    """Number of batches between two validations, or fraction of an epoch; 1.0 or null validates after each epoch."""
+    check_val_every_n_epoch: int | None = 1
+    """Epochs between two validations; null counts `val_check_interval` across epochs."""
     accumulate_grad_batches: int = 2
     """Micro-batches per optimizer step."""
     gradient_clip_val: float | None = 1.0
@@ -390,13 +400,16 @@ class TrainerConfig:
     progress_bar: bool = field(default=True, metadata=NOT_IN_IDENTITY)
     """Print a line for each epoch and, on a terminal, show a bar of what the run does."""
     lightning: dict[str, Any] = field(default_factory=dict, metadata=FURTHER_KEYS)
-    """Further arguments of `lightning.Trainer` by name, which are keys of the group: trainer.val_check_interval=0.5."""
+    """Further arguments of `lightning.Trainer` by name, which are keys of the group: trainer.max_time=00:12:00:00."""
 
     def __post_init__(self) -> None:
         check_trainer_arguments(self.lightning, [f.name for f in fields(self)])
+        for name in ("limit_train_batches", "limit_val_batches", "val_check_interval"):
+            self._check_batch_limit(name)
         for name in (
-            "max_epochs", "accumulate_grad_batches", "early_stopping", "inter_sim_patience", "log_every_n_steps",
-            "checkpoint_every_n_steps", "measure_every_n_steps", "measure_examples",
+            "max_epochs", "max_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "early_stopping",
+            "inter_sim_patience", "log_every_n_steps", "checkpoint_every_n_steps", "measure_every_n_steps",
+            "measure_examples",
         ):  # fmt: skip
             check_at_least(1, f"trainer.{name}", getattr(self, name))
         if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
@@ -420,6 +433,16 @@ class TrainerConfig:
             raise UserError("trainer.strategy=fsdp needs trainer.precision=bf16-mixed or 32-true, not 16-mixed")
         check_one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
         check_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
+
+    def _check_batch_limit(self, name: str) -> None:
+        """Replace null by 1.0, which means the same, and check that a field is a number of batches or a fraction."""
+        value = getattr(self, name)
+        if value is None:
+            setattr(self, name, 1.0)
+        elif not (value > 0 if type(value) is int else isinstance(value, float) and 0 < value <= 1):
+            raise UserError(
+                f"trainer.{name}={value}: expected a number of batches above 0, or a fraction of all in (0, 1]"
+            )
 
 
 LIGHTNING_LOGGERS = ("CometLogger", "CSVLogger", "LitLogger", "MLFlowLogger", "NeptuneLogger", "TensorBoardLogger")
@@ -598,20 +621,19 @@ class Config:
 
     def _check_stream(self) -> None:
         """Raise a `UserError` if a setting needs the length of the training data, which a stream does not have."""
-        arguments = self.trainer.lightning
-        if arguments.get("max_steps") is None:
+        if self.trainer.max_steps is None:
             raise UserError("task.stream=true needs trainer.max_steps, because a stream has no length")
-        interval, train_limit = arguments.get("val_check_interval"), arguments.get("limit_train_batches")
+        interval, train_limit = self.trainer.val_check_interval, self.trainer.limit_train_batches
         advice_by_key = {
             "task.limit_train": (self.task.limit_train, "set null, and end the training by trainer.max_steps"),
             "task.validation_fraction": (self.task.validation_fraction, "set null"),
             "data.num_workers": (self.data.num_workers or None, "set 0: each process reads its own shards"),
             "trainer.limit_train_batches": (
-                None if repr(train_limit) == "1.0" else train_limit,
+                train_limit if type(train_limit) is int or train_limit != 1 else None,
                 "use trainer.max_steps",
             ),
             "trainer.val_check_interval": (
-                None if type(interval) is int or interval == 1.0 else interval,
+                None if type(interval) is int or interval == 1 else interval,
                 "give a whole number of batches",
             ),
         }

@@ -25,14 +25,6 @@ _SET_BY_ISTAR = {
 }
 """Arguments of `lightning.Trainer` that no config may set, with the reason or the key to use instead."""
 
-_MEANING_OF_NONE = {
-    "gradient_clip_algorithm": "norm",
-    "limit_train_batches": 1.0,
-    "limit_val_batches": 1.0,
-    "val_check_interval": 1.0,
-}
-"""Arguments of `lightning.Trainer` with the default None -> the value that None means."""
-
 
 def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[str]) -> None:
     """Check that `lightning.Trainer` has these arguments, by name, and that a config may set them.
@@ -40,7 +32,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[
     `field_names` are the fields of `TrainerConfig`, as suggestions for a misspelt name.
 
     Raises:
-        UserError: if an argument does not exist, is set by istar, or has a value that istar does not support.
+        UserError: if an argument does not exist or is set by istar.
     """
     if not arguments:
         return
@@ -48,7 +40,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[
     from lightning import Trainer
 
     accepted = set(inspect.signature(Trainer).parameters)
-    for name, value in arguments.items():
+    for name in arguments:
         if name not in accepted:
             known_keys = [f"trainer.{key}" for key in sorted({*field_names, *accepted} - {"lightning"})]
             raise UserError(
@@ -57,16 +49,6 @@ def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[
             )
         if name in _SET_BY_ISTAR:
             raise UserError(f"trainer.{name} cannot be set: {_SET_BY_ISTAR[name]}")
-        if name == "max_steps" and not (type(value) is int and value > 0):
-            raise UserError(f"trainer.max_steps={value}: expected a whole number above 0")
-        if name == "val_check_interval" and not isinstance(value, int | float):
-            raise UserError(
-                f"trainer.val_check_interval={value}: expected a number of batches or a fraction of an epoch"
-            )
-        if name == "limit_val_batches" and not is_batch_limit(value):
-            raise UserError(
-                f"trainer.limit_val_batches={value}: expected a whole number above 0 or a fraction in (0, 1]"
-            )
 
 
 def redundant_arguments(arguments: Mapping[str, Any]) -> list[str]:
@@ -76,15 +58,5 @@ def redundant_arguments(arguments: Mapping[str, Any]) -> list[str]:
     from lightning import Trainer
 
     parameters = inspect.signature(Trainer).parameters
-    redundant_names = []
-    for name, value in arguments.items():
-        default_values = [parameters[name].default, _MEANING_OF_NONE.get(name)]
-        # 1 and 1.0 are equal, but limit one batch and all batches.
-        if any(type(value) is type(default) and value == default for default in default_values):
-            redundant_names.append(name)
-    return redundant_names
-
-
-def is_batch_limit(value: Any) -> bool:
-    """Return whether a value limits a number of batches: a positive integer, or a fraction in (0, 1]."""
-    return value > 0 if type(value) is int else isinstance(value, float) and 0 < value <= 1
+    meaning_of_none = {"gradient_clip_algorithm": "norm"}
+    return [name for name, value in arguments.items() if value in (parameters[name].default, meaning_of_none.get(name))]
