@@ -2,13 +2,13 @@
 
 import copy
 import os
-import pickle
 import re
 import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +55,8 @@ class IstarSweeper(Sweeper):
                 hydra_context=hydra_context, task_function=task_function, config=job_config
             )
         self._launched = 0
-        # Pickled configs by their options of config groups; None if they contain values of Hydra.
-        self._group_cache: dict[tuple[str, ...], bytes | None] = {}
+        # By their options of config groups; None if they contain values of Hydra.
+        self._group_cache: dict[tuple[str, ...], _GroupConfig | None] = {}
 
     def sweep(self, arguments: list[str]) -> None:
         from istar.drawing.terminal import make_console
@@ -108,11 +108,11 @@ class IstarSweeper(Sweeper):
                         "processes without Hydra; use on_multirun_start and on_multirun_end"
                     )
 
-    def compose(self, overrides: Sequence[str]) -> DictConfig:
+    def compose(self, overrides: Sequence[str]) -> Mapping[str, Any]:
         """Compose the config of a run, equal to Hydra's but without its `hydra` node.
 
         Hydra needs some 100 ms, nearly all of it to choose the options of the config groups. Runs of a sweep share most
-        options, so this part is cached; the values are then merged into a copy. A config with values of Hydra, like
+        options, so this part is cached; the values are then set in a copy. A config with values of Hydra, like
         `${hydra:runtime.cwd}`, is composed by Hydra.
 
         Raises:
@@ -125,18 +125,9 @@ class IstarSweeper(Sweeper):
         if groups not in self._group_cache:
             composed = _without_hydra(self.hydra_context.config_loader.load_sweep_config(self.config, list(groups)))
             has_hydra_value = _HYDRA_VALUE.search(OmegaConf.to_yaml(composed)) is not None
-            # Loading a pickled config takes a third of the time of `copy.deepcopy`.
-            self._group_cache[groups] = None if has_hydra_value else pickle.dumps(composed)
+            self._group_cache[groups] = None if has_hydra_value else _GroupConfig(composed)
         group_config = self._group_cache[groups]
-        if group_config is None:
-            return self._compose_with_hydra(overrides)
-        config: DictConfig = pickle.loads(group_config)
-        for override in values:
-            try:
-                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-            except OmegaConfBaseException as error:
-                raise HydraException(f"Error merging override {override.input_line}") from error
-        return config
+        return self._compose_with_hydra(overrides) if group_config is None else group_config.set(values)
 
     def _compose_with_hydra(self, overrides: Sequence[str]) -> DictConfig:
         """Compose the config of a run, with interpolations resolved by the run's `hydra` node.
@@ -188,6 +179,52 @@ class IstarSweeper(Sweeper):
             except Exception as error:
                 outcomes.append(UserError(f"{type(error).__name__}: {shorten(error)}"))
         return outcomes
+
+
+class _GroupConfig:
+    """A config that is composed from options of groups alone, and gets the values of many runs."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config, self._checker = config, copy.deepcopy(config)
+        # Interpolations and missing values need OmegaConf.
+        is_plain = re.search(r"\$\{|\?\?\?", OmegaConf.to_yaml(config)) is None
+        self._values: Any = OmegaConf.to_container(config) if is_plain else None
+
+    def set(self, overrides: Sequence[Override]) -> Mapping[str, Any]:
+        """Return a copy of the config with the values of the overrides, as a DictConfig or as dictionaries.
+
+        OmegaConf checks and converts each value, but copying a DictConfig would take longer than all else.
+
+        Raises:
+            HydraException: if an override does not fit the config.
+        """
+        if self._values is None or not all(map(self._replaces_value, overrides)):
+            config = copy.deepcopy(self._config)
+            for override in overrides:
+                _merge(config, override)
+            return config
+        values: dict[str, Any] = copy.deepcopy(self._values)
+        for override in overrides:
+            _merge(self._checker, override)
+            *groups, key = override.key_or_group.split(".")
+            reduce(getitem, groups, values)[key] = OmegaConf.select(self._checker, override.key_or_group)
+        return values
+
+    def _replaces_value(self, override: Override) -> bool:
+        """Whether an override replaces a single value by another one, whatever the other values are."""
+        value = override.value()
+        try:
+            replaced = reduce(getitem, override.key_or_group.split("."), self._values)
+        except (KeyError, TypeError):
+            return False
+        return not isinstance(value, dict | list) and not isinstance(replaced, dict | list) and "${" not in str(value)
+
+
+def _merge(config: DictConfig, override: Override) -> None:
+    try:
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+    except OmegaConfBaseException as error:
+        raise HydraException(f"Error merging override {override.input_line}") from error
 
 
 def _check_launcher(config: DictConfig) -> None:

@@ -74,7 +74,7 @@ def read_yaml(path: Path) -> Any:
             if depth > MAX_DEPTH:
                 raise ValueError(f"more than {MAX_DEPTH} lists and mappings within each other")
         content = yaml.load(text, Loader=_YAML_LOADER)
-        _check_values(content, max_values=_MAX_VALUES_PER_CHARACTER * len(text) + 1)
+        _check_values(content, max_values=_MAX_VALUES_PER_CHARACTER * len(text) + 1, max_integer=_MAX_COUNT)
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not YAML: {shorten(error)}") from error
     return content
@@ -93,24 +93,20 @@ def read_record(path: Path, expected: Any, what: str, version: int | None = None
         MissingFileError: if the file is missing.
         UserError: if it cannot be read, has another version, or differs from `expected`.
     """
-    content = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
+    content = read_yaml(path) if path.suffix == ".yaml" else parse_json(_read_text(path), str(path), _MAX_COUNT)
     file_version = content.get("format") if isinstance(content, dict) else None
     if version is not None and isinstance(file_version, int) and file_version != version:
         raise UserError(f"{path} has format {file_version}; this version reads {version}")
-    try:
-        _check_values(content, max_integer=_MAX_COUNT)
-    except ValueError as error:
-        raise UserError(f"{path} is not {what}: {shorten(error)}") from error
     if mismatch := find_mismatch(content, expected, "its content"):
         raise UserError(f"{path} is not {what}: {mismatch}")
     return content
 
 
-def parse_json(text: str, location: str) -> Any:
+def parse_json(text: str, location: str, max_integer: int = _MAX_INTEGER) -> Any:
     """Parse JSON; raise a `UserError` that names `location` if the text is not JSON or is nested too deeply."""
     try:
         content = json.loads(text)
-        _check_values(content)
+        _check_values(content, max_integer=max_integer)
     except RecursionError as error:
         raise UserError(f"{location}: not JSON: more than {MAX_DEPTH} lists and objects within each other") from error
     except ValueError as error:

@@ -4,6 +4,7 @@ This module alone decides these questions, from a resolved config as plain data 
 also makes the labels of methods, which are never parsed.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -134,10 +135,16 @@ def shorten_model_name(name: str) -> str:
 
 def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a config without the fields marked `NOT_IN_IDENTITY` in its dataclass."""
-    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
-    type_by_name = {f.name: f.type for f in fields(config_class)}
+    excluded_names, class_by_name = _list_identity_fields(config_class)
     return {
-        key: _select_identity_values(type_by_name[key], value) if is_dataclass(type_by_name.get(key)) else value
+        key: _select_identity_values(class_by_name[key], value) if key in class_by_name else value
         for key, value in values.items()
         if key not in excluded_names
     }
+
+
+@functools.cache
+def _list_identity_fields(config_class: Any) -> tuple[set[str], dict[str, Any]]:
+    """Return the names of the fields marked `NOT_IN_IDENTITY`, and the fields that are config groups, with classes."""
+    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
+    return excluded_names, {f.name: f.type for f in fields(config_class) if is_dataclass(f.type)}

@@ -1,7 +1,7 @@
 """The table and the figure that compare the configurations of a sweep, for the terminal and as files."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from statistics import fmean, stdev
 
@@ -14,7 +14,6 @@ from istar.drawing.rendering import COLOURS, PNG_DPI
 from istar.records.identity import label_method, shorten_model_name
 from istar.records.metric_names import axis_label, displayed, format_metric
 from istar.records.results import RunRecord
-from istar.records.run_rows import group_by_task
 
 COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
 """Columns of the table that compares configurations."""
@@ -25,11 +24,13 @@ _CAPTION = (
 _TITLE_COLUMNS = (0, 1, 3)  # indices of the columns that move into the title if all rows have the same value
 
 
-def build_comparison_table(records: Sequence[RunRecord]) -> Table:
+Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
+ConfigurationsByTask = Mapping[tuple[str, str], Configurations]  # by task and model, as `group_by_task` returns them
+
+
+def build_comparison_table(configurations_by_task: ConfigurationsByTask) -> Table:
     """Return a table with one row per configuration; a task, model or seed that all rows share is in the title."""
-    row_groups = [
-        [build_comparison_row(runs) for runs in configurations] for configurations in group_by_task(records).values()
-    ]
+    row_groups = [list(map(build_comparison_row, group)) for group in configurations_by_task.values()]
     rows = [row for task_rows in row_groups for row in task_rows]
     title_indices = [index for index in _TITLE_COLUMNS if len({row[index] for row in rows}) == 1]
     title = " · ".join(f"{'seed ' * (COMPARISON_COLUMNS[index] == 'seed')}{rows[0][index]}" for index in title_indices)
@@ -74,16 +75,13 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def format_comparison_as_markdown(records: Sequence[RunRecord]) -> str:
+def format_comparison_as_markdown(configurations_by_task: ConfigurationsByTask) -> str:
     """Return a Markdown table with one row per configuration and the columns `COMPARISON_COLUMNS`."""
-    configurations = [runs for group in group_by_task(records).values() for runs in group]
+    configurations = [runs for group in configurations_by_task.values() for runs in group]
     return make_markdown_table([COMPARISON_COLUMNS, *map(build_comparison_row, configurations)]) + "\n"
 
 
-Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
-
-
-def draw_comparison(records: Sequence[RunRecord]) -> dict[str, bytes]:
+def draw_comparison(configurations_by_task: ConfigurationsByTask) -> dict[str, bytes]:
     """Draw the headline metric and IsoScore by layer, with a row of panels per task and model.
 
     Each configuration has a colour and shows the mean over its seeds; error bars are standard deviations.
@@ -91,7 +89,6 @@ def draw_comparison(records: Sequence[RunRecord]) -> dict[str, bytes]:
     Returns:
         The contents of `comparison.png` and `comparison.svg` by file name.
     """
-    configurations_by_task = group_by_task(records)
     num_rows = len(configurations_by_task)
     figure = Figure(figsize=(10, 4 * num_rows), layout="constrained")
     panels = figure.subplots(num_rows, 2, width_ratios=(2, 3), squeeze=False)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 
@@ -42,7 +41,7 @@ class SweepRequest:
     params: Mapping[str, Any]  # values to sweep over by key, from `hydra.sweeper.params`
     command: str  # the command line, for messages that repeat it
     root: Path  # folder that contains the runs
-    compose: Callable[[Overrides], DictConfig]  # composes the config of a run from its overrides
+    compose: Callable[[Overrides], Mapping[str, Any]]  # composes the config of a run from its overrides
     launcher: Launcher | None = None  # executes the runs; None executes them on this machine
     config_loader: ConfigLoader | None = None  # lists the options of config groups for `glob(*)`
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables of the runs' processes

@@ -17,6 +17,7 @@ from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import is_locked
 from istar.finetune.sweeps import comparison, pool
+from istar.finetune.sweeps.comparison import ConfigurationsByTask
 from istar.finetune.sweeps.live_table import Board, SweepEntry
 from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns, list_runs
 from istar.finetune.sweeps.trials import Overrides, Trial
@@ -293,12 +294,12 @@ def print_results(runs: SweepRuns) -> int:
     if len(records) < len(finished):
         console.out(describe_smoke_runs(len(finished) - len(records)), highlight=False)
     if records:
-        num_configurations = sum(map(len, group_by_task(records).values()))
-        if num_configurations > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
-            records = select_best_configurations(records, runs.grid_by_run)
-        markdown = comparison.format_comparison_as_markdown(records).encode()
-        runs.output.write({"comparison.md": markdown, **comparison.draw_comparison(records)})
-        console.print(comparison.build_comparison_table(records))
+        groups: ConfigurationsByTask = group_by_task(records)
+        if sum(map(len, groups.values())) > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
+            groups = select_best_configurations(groups, runs.grid_by_run)
+        markdown = comparison.format_comparison_as_markdown(groups).encode()
+        runs.output.write({"comparison.md": markdown, **comparison.draw_comparison(groups)})
+        console.print(comparison.build_comparison_table(groups))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     num_runs = len(runs.state.entries)
     failed_entries = runs.state.entries_with("failed")
@@ -312,22 +313,25 @@ def print_results(runs: SweepRuns) -> int:
     return 1 if failed_entries or unfinished_entries else 0
 
 
-def select_best_configurations(records: Sequence[RunRecord], grid_by_run: Mapping[str, str]) -> list[RunRecord]:
-    """Return the runs, with all seeds, of the best configuration of each task, model, penalty and grid.
+def select_best_configurations(
+    configurations_by_task: ConfigurationsByTask, grid_by_run: Mapping[str, str]
+) -> ConfigurationsByTask:
+    """Return the best configuration of each task, model, penalty and grid, with the runs of all its seeds.
 
     The best configuration has the most seeds and, among several, the highest mean selection value. `grid_by_run` maps
     the name of a run to its grid; a configuration belongs to the grid of any of its runs.
     """
-    runs_by_key: dict[tuple[str, ...], list[list[RunRecord]]] = {}
-    for (task, model), configurations in group_by_task(records).items():
+    best_by_task = {}
+    for task_and_model, configurations in configurations_by_task.items():
+        runs_by_key: dict[tuple[str, str], list[Sequence[RunRecord]]] = {}
         for runs in configurations:
             grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
-            runs_by_key.setdefault((task, model, find_method(runs[0].config), grid), []).append(runs)
-    best = [
-        max(configurations, key=lambda runs: selection_sort_key([run.selection_merit for run in runs]))
-        for configurations in runs_by_key.values()
-    ]
-    return [record for runs in best for record in runs]
+            runs_by_key.setdefault((find_method(runs[0].config), grid), []).append(runs)
+        best_by_task[task_and_model] = [
+            max(candidates, key=lambda runs: selection_sort_key([run.selection_merit for run in runs]))
+            for candidates in runs_by_key.values()
+        ]
+    return best_by_task
 
 
 def read_finished_runs(root: Path) -> list[RunRecord]:

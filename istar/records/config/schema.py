@@ -77,13 +77,13 @@ def register_sweeps() -> None:
         ConfigStore.instance().repo["hydra"]["launcher"].pop(path.name, None)
 
 
-def load(config: DictConfig) -> Config:
-    """Convert a composed config to dataclasses, which check the values.
+def load(config: Mapping[str, Any]) -> Config:
+    """Convert a composed config, as a DictConfig or as dictionaries, to dataclasses, which check the values.
 
     Raises:
         UserError: if a key is missing or unknown, or a value is not allowed.
     """
-    values = _to_plain_data(config)
+    values = _to_plain_data(config) if isinstance(config, DictConfig) else dict(config)
     values.pop("sweep", None)
     for key in ("seed", *_GROUPS, *OPTIONS_BY_GROUP):
         if key not in values:
@@ -108,13 +108,18 @@ def load_sweep(config: DictConfig) -> SweepConfig:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config to plain data, with the keys of the command line (`lambda`, not `weight`)."""
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
-    further_values = values.pop(_find_further_keys_field(config) or "", {})
-    value_by_key = {_get_cli_key(f): values[f.name] for f in fields(config) if f.name in values}
-    return {
-        key: to_dict(value) if is_dataclass(value) else value
-        for key, value in {**value_by_key, **further_values}.items()
-    }
+    config_class: Any = type(config)
+    name_by_key, further_field = _list_fields(config_class)
+    values = {key: getattr(config, name) for key, name in name_by_key.items()}
+    values |= getattr(config, further_field) if further_field else {}
+    return {key: to_dict(value) if is_dataclass(value) else value for key, value in values.items()}
+
+
+@functools.cache
+def _list_fields(config_class: Any) -> tuple[dict[str, str], str | None]:
+    """Return the fields of a config dataclass by key on the command line, and the field with further keys, if any."""
+    further_field = next((f.name for f in fields(config_class) if f.metadata.get("further_keys")), None)
+    return {_get_cli_key(f): f.name for f in fields(config_class) if f.name != further_field}, further_field
 
 
 def to_yaml(config: Config) -> str:
@@ -193,7 +198,7 @@ def _list_known_keys() -> list[str]:
 
 def _list_cli_keys(group: str, config_class: Any) -> list[str]:
     """Return the keys of a config dataclass on the command line, such as `optim.lr`."""
-    return [f"{group}.{_get_cli_key(f)}" for f in fields(config_class) if not f.metadata.get("further_keys")]
+    return [f"{group}.{key}" for key in _list_fields(config_class)[0]]
 
 
 def _get_cli_key(field: "Field[Any]") -> str:
@@ -205,16 +210,12 @@ _NODE_CLASSES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: Floa
 
 
 def _make_schema_node(config_class: Any) -> DictConfig:
-    further_field = _find_further_keys_field(config_class)
+    _, further_field = _list_fields(config_class)
     node = OmegaConf.create(
         {_get_cli_key(f): _make_value_node(f) for f in fields(config_class) if f.name != further_field}
     )
     OmegaConf.set_struct(node, further_field is None)
     return node
-
-
-def _find_further_keys_field(config_class: Any) -> str | None:
-    return next((f.name for f in fields(config_class) if f.metadata.get("further_keys")), None)
 
 
 def _make_value_node(field: "Field[Any]") -> Any:
@@ -263,8 +264,7 @@ def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) ->
 
 
 def _build_dataclass(group: str, config_class: type[T], values: dict[str, Any]) -> T:
-    further_field = _find_further_keys_field(config_class)
-    field_name_by_key = {_get_cli_key(f): f.name for f in fields(config_class) if f.name != further_field}  # type: ignore[arg-type]
+    field_name_by_key, further_field = _list_fields(config_class)  # type: ignore[arg-type]
     arguments: dict[str, Any] = {name: values[key] for key, name in field_name_by_key.items()}
     if further_field is None:
         _check_known_keys(f"{group}.", values, field_name_by_key)

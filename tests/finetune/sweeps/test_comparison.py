@@ -19,6 +19,7 @@ from istar.finetune.sweeps.comparison import (
 )
 from istar.records.identity import label_method
 from istar.records.results import RunRecord
+from istar.records.run_rows import group_by_task
 
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
@@ -84,7 +85,7 @@ def test_collapse_is_shown() -> None:
     assert "Collapsed on validation_mismatched: all predictions are the same." in output
     assert "validation_matched" not in output
     assert "ollapsed" not in render_table(build_run_table(make_record()))
-    assert "(1 collapsed)" in format_comparison_as_markdown([make_record(), collapsed]).splitlines()[2]
+    assert "(1 collapsed)" in format_comparison_as_markdown(group_by_task([make_record(), collapsed])).splitlines()[2]
 
 
 def test_no_baseline() -> None:
@@ -143,7 +144,7 @@ def test_comparison() -> None:
         make_record({"name": "none"}),
         make_record({"name": "cosreg", "lambda": 1.0, "include_padding": False}),
     ]
-    table = build_comparison_table(records)
+    table = build_comparison_table(group_by_task(records))
     assert table.title == "rte, accuracy · bert-base-cased · seed 1"
     columns = [name for name in COMPARISON_COLUMNS[2:] if name != "seed"]
     assert [column.header for column in table.columns] == columns
@@ -154,7 +155,7 @@ def test_comparison() -> None:
 def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
     other = make_record()
     other.config["task"] = {"name": "stsb"}
-    table = build_comparison_table([make_record(), other])
+    table = build_comparison_table(group_by_task([make_record(), other]))
     assert table.title == "bert-base-cased · seed 1"
     assert [column.header for column in table.columns] == ["task", "method", *COMPARISON_COLUMNS[4:]]
 
@@ -163,7 +164,7 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
     records = [make_seeded_record(seed, value) for seed, value in ((1, 0.70), (2, 0.73), (4, 0.71))]
     other = make_seeded_record(1, 0.5)
     other.config["optim"] = {"lr": 1.0}
-    table = build_comparison_table([records[0], other, *records[1:]])
+    table = build_comparison_table(group_by_task([records[0], other, *records[1:]]))
     assert table.title == "rte, accuracy · bert-base-cased"
     assert [column.header for column in table.columns] == list(COMPARISON_COLUMNS[2:])
     first, second = [
@@ -184,7 +185,7 @@ def make_seeded_record(seed: int, value: float, **fields: Any) -> RunRecord:
 
 def test_markdown() -> None:
     records = [make_record(), make_record({"name": "none"})]
-    lines = format_comparison_as_markdown(records).splitlines()
+    lines = format_comparison_as_markdown(group_by_task(records)).splitlines()
     assert split_cells(lines[0]) == list(COMPARISON_COLUMNS)
     assert set(split_cells(lines[1])) == {"---"}
     assert [split_cells(line) for line in lines[2:]] == [build_comparison_row([record]) for record in records]
@@ -194,7 +195,7 @@ def test_markdown() -> None:
 def test_records_are_left_alone() -> None:
     record, equal_record = make_record(), make_record()
     render_table(build_run_table(record))
-    render_table(build_comparison_table([record]))
+    render_table(build_comparison_table(group_by_task([record])))
     assert record == equal_record
 
 
@@ -228,7 +229,7 @@ def make_drawn_record(number: int, value: float | None = None, baseline: bool = 
 def test_files() -> None:
     """Twelve runs are more than there are colours, and one score is negative."""
     values = [None] * 11 + [-0.3]
-    files = comparison.draw_comparison([make_drawn_record(*numbered) for numbered in enumerate(values)])
+    files = comparison.draw_comparison(group_by_task([make_drawn_record(*numbered) for numbered in enumerate(values)]))
     assert list(files) == ["comparison.png", "comparison.svg"]
     png = files["comparison.png"]
     assert png.startswith(b"\x89PNG\r\n\x1a\n")
@@ -242,7 +243,7 @@ def draw_figure(monkeypatch: pytest.MonkeyPatch, records: list[RunRecord]) -> An
     """Draw the comparison of records and return the figure, which is not saved."""
     figures: list[Any] = []
     monkeypatch.setattr(comparison.Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
-    comparison.draw_comparison(records)
+    comparison.draw_comparison(group_by_task(records))
     monkeypatch.undo()
     return figures[0]
 

@@ -26,6 +26,7 @@ from istar.finetune.sweeps.sweep import (
 from istar.records import results
 from istar.records.config import Config
 from istar.records.results import RunRecord
+from istar.records.run_rows import group_by_task
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
 from tests.finished_runs import make_finished_record
 from tests.waiting import until
@@ -345,8 +346,9 @@ def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) 
             assert any(
                 {f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= repetition for repetition in repetitions
             )
-    best_records = select_best_configurations(records, sweep_runs.grid_by_run)
-    assert {(run.config["reg"]["lambda"], run.config["optim"]["lr"]) for run in best_records} == {(1, 1e-3), (-1, 1e-4)}
+    [best] = select_best_configurations(group_by_task(records), sweep_runs.grid_by_run).values()
+    configs = [run.config for [run] in best]
+    assert {(config["reg"]["lambda"], config["optim"]["lr"]) for config in configs} == {(1, 1e-3), (-1, 1e-4)}
 
 
 def test_a_search_repeats_the_best_of_each_grid(make_runs: Callable[..., SweepRuns]) -> None:

@@ -1,6 +1,7 @@
 """The runs that a sweep lists, compared with hand-written products and with the configs that Hydra composes."""
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
@@ -261,7 +263,27 @@ def check_composition(sweeper: IstarSweeper, overrides: tuple[str, ...]) -> None
         sweeper.hydra_context.config_loader.load_sweep_config(sweeper.config, [*overrides])
     )
     assert isinstance(expected, dict)
-    assert OmegaConf.to_container(composed) == {key: expected[key] for key in expected if key != "hydra"}
+    plain = OmegaConf.to_container(composed) if isinstance(composed, DictConfig) else composed
+    # repr, because 1 and 1.0 are equal.
+    assert repr(plain) == repr({key: expected[key] for key in expected if key != "hydra"})
+
+
+def test_values_are_composed_as_by_hydra_whatever_the_run_before(make_sweeper: Callable[..., IstarSweeper]) -> None:
+    sweeper = make_sweeper()
+    for overrides in (
+        ("seed=3", "optim.lr=1e-3", "reg.lambda=2", "task.data_dir='12'", "trainer.max_steps=7"),
+        ("seed=4",),
+        ("reg.layers=[1,2]", "trainer.val_check_interval=2", "logger.also={CSVLogger: {name: x}}"),
+        ("reg.layers=last", "trainer.val_check_interval=0.5", "reg.zeta=auto", "task.data_dir=null"),
+        ("trainer.max_time=00:12:00:00", "seed=${trainer.max_epochs}", "trainer.limit_train_batches=null"),
+        ("reg=cosreg", "reg.lambda=1", "model=small_decoder", "model.config.hidden_size=12"),
+        ("seed=5", "run.root='a b'", "trainer.monitor_isotropy=true"),
+    ):
+        check_composition(sweeper, overrides)
+    for wrong in ("trainer.max_epochs=many", "reg.no_key=1", "trainer.monitor_isotropy=maybe"):
+        with pytest.raises(HydraException, match=re.escape(wrong)):
+            sweeper.compose([wrong])
+    check_composition(sweeper, ("seed=6",))
 
 
 @pytest.mark.slow
@@ -291,8 +313,8 @@ def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(make_sweeper: C
     overrides = ("experiment=penalties", "task=mrpc", *of_experiment["random_direction"][0])
     check_composition(sweepers[1], overrides)
     config = sweepers[1].compose(overrides)
-    assert (config.task.name, config.task.validation_fraction) == ("mrpc", 0.1)
-    assert config.reg.name == "random_direction"
+    assert (config["task"]["name"], config["task"]["validation_fraction"]) == ("mrpc", 0.1)
+    assert config["reg"]["name"] == "random_direction"
 
 
 def format_settings(settings: dict[str, Any]) -> str:
