@@ -276,11 +276,13 @@ def _without_hydra(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
+_PARSER = OverridesParser.create()
+
+
 @cache
 def _parse(override: str) -> Override:
     """Parse an override; cached because the runs of a sweep share most of their overrides and the parser is slow."""
-    [parsed] = OverridesParser.create().parse_overrides([override])
-    return parsed
+    return _PARSER.parse_override(override)
 
 
 def _sets_value(override: Override) -> bool:
