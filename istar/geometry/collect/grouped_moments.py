@@ -1,7 +1,7 @@
 """Sums of hidden states about an origin: over all points of a batch, and the moments of each group of documents."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,42 @@ MAX_RECENT_POINTS = 2_048
 MAX_PRODUCT_POINTS = 4_096
 """Maximum number of points in one product for a scatter matrix, in their dtype."""
 PANEL_WIDTH = 128
-"""Number of columns of a panel of a scatter matrix on a CPU; see `_add_upper_panels`."""
+"""Number of columns of a panel of a scatter matrix on a CPU; see `UpperPanels`."""
+
+
+class UpperPanels:
+    """The upper panels of symmetric matrices `(d, d)`, packed into one dimension.
+
+    Panel k is rows k w to (k + 1) w, for a panel width w, without the columns to the left of its diagonal block. The
+    panels contain each number of the matrix at least once. Their memory, and the time of their product, is little more
+    than half of the whole matrix. Devices other than a CPU use one panel, because one large product is faster there.
+
+    Attributes:
+        size: number of packed numbers.
+    """
+
+    def __init__(self, dim: int, device_type: str) -> None:
+        width = PANEL_WIDTH if device_type == "cpu" else dim
+        self._dim, self._rows = dim, [slice(start, min(start + width, dim)) for start in range(0, dim, width)]
+        self._sizes = [(rows.stop - rows.start) * (dim - rows.start) for rows in self._rows]
+        self.size = sum(self._sizes)
+
+    def _view(self, packed: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        for rows, panel in zip(self._rows, packed.split(self._sizes), strict=True):
+            yield rows, panel.view(-1, self._dim - rows.start)
+
+    def add_scatter(self, packed: Tensor, points: Tensor) -> None:
+        """Add the scatter matrix of points `(n, d)` to packed panels `(size,)`, in place."""
+        for rows, panel in self._view(packed):
+            panel.addmm_(points[:, rows].T, points[:, rows.start :])
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Return the symmetric matrix `(d, d)` of packed panels `(size,)`."""
+        matrix = packed.new_empty(self._dim, self._dim)
+        for rows, panel in self._view(packed):
+            matrix[rows, rows.start :] = panel
+            matrix[rows.stop :, rows] = panel[:, rows.stop - rows.start :].T
+        return matrix
 
 
 class GroupedMoments(Accumulator):
@@ -54,12 +89,12 @@ class GroupedMoments(Accumulator):
         self.add_state("totals", origin.new_zeros(num_parts, dim), "sum")
         self.add_state("thirds", origin.new_zeros(num_parts, dim), "sum")
         self.add_state("fourths", origin.new_zeros(num_parts), "sum")
-        # Scatter matrices by part, of the parts with points. `SentenceMoments` contain the matrices of sentences.
+        self._panels = UpperPanels(dim, origin.device.type)
+        # Packed scatter matrices by part, of the parts with points. `SentenceMoments` contain those of sentences.
         self.add_state("scatters", {}, "sum")
         # Machine epsilon of the narrowest dtype used to sum a scatter matrix.
         self.add_state("epsilon", origin.new_zeros(()), "max")
-        # Scatter matrix and number of the latest points of each part, and sums over their sentences by group. Only the
-        # upper panels of the scatter matrix are computed.
+        # Packed scatter matrix and number of the latest points of each part, and sums over their sentences by group.
         self._recent_scatters: dict[int, Tensor] = {}
         self._recent_counts: dict[int, int] = {}
         self._recent_sentences: dict[int, list[list[Tensor]]] = {group: [] for group in self.sentence_moments}
@@ -138,9 +173,9 @@ class GroupedMoments(Accumulator):
         recent_scatter = self._recent_scatters.get(part)
         if recent_scatter is None or recent_scatter.dtype != centered.dtype:
             self._add_recent_scatter(part)
-            recent_scatter = centered.new_zeros(centered.shape[1], centered.shape[1])
+            recent_scatter = centered.new_zeros(self._panels.size)
             self._recent_scatters[part], self._recent_counts[part] = recent_scatter, 0
-        _add_upper_panels(recent_scatter, centered)
+        self._panels.add_scatter(recent_scatter, centered)
         self.epsilon = self.epsilon.clamp(min=torch.finfo(centered.dtype).eps)
         self._recent_counts[part] += len(centered)
         if self._recent_counts[part] >= MAX_RECENT_POINTS:
@@ -181,39 +216,38 @@ class GroupedMoments(Accumulator):
     def _add_recent_scatter(self, part: int) -> None:
         self._recent_counts.pop(part, None)
         recent_scatter = self._recent_scatters.pop(part, None)
-        if recent_scatter is not None:
-            self._add_to_scatter(part, _mirror_upper_panels(recent_scatter))
-
-    def _add_to_scatter(self, part: int, scatter: Tensor) -> None:
+        if recent_scatter is None:
+            return
         if self.has_sentences and part < self._num_groups:
             moments = self.sentence_moments[part]
             # Out of place, because copies of the moments share the tensor.
-            moments.scatter = moments.scatter + scatter
+            moments.scatter = moments.scatter + self._panels.unpack(recent_scatter)
         elif part in self.scatters:
-            self.scatters[part] = self.scatters[part] + scatter
+            self.scatters[part] = self.scatters[part] + recent_scatter
         else:
-            self.scatters[part] = scatter.to(self.origin, copy=True)
+            self.scatters[part] = recent_scatter.to(self.origin, copy=True)
 
     def _add_recent_sentences(self, group: int) -> None:
         if self._recent_sentences[group]:
             columns = [torch.cat(column) for column in zip(*self._recent_sentences[group], strict=True)]
             counts, totals, scattered, squares, traces = columns
-            # `_add_to_scatter` adds the scatter matrix.
+            # `_add_recent_scatter` adds the scatter matrix.
             self.sentence_moments[group].add(SentenceSums(counts, totals, scattered, squares, traces, scatter=None))
             self._recent_sentences[group] = []
 
-    def _sum_groups(self, groups: Iterable[int]) -> list[Tensor]:
+    def _sum_groups(self, groups: Sequence[int]) -> list[Tensor]:
         """Return the sums about the origin over the points of some groups, as `FourthMoments.about_mean` takes them."""
         self.finish_sums()
         parts = [*groups]
         if self.has_sentences:
             parts += [self._num_groups + group for group in parts]
-        scatter = self.origin.new_zeros(len(self.origin), len(self.origin))
+        packed = self.origin.new_zeros(self._panels.size)
         for part in parts:
-            if self.has_sentences and part < self._num_groups:
-                scatter += self.sentence_moments[part].scatter
-            elif part in self.scatters:
-                scatter += self.scatters[part]
+            if part in self.scatters:
+                packed += self.scatters[part]
+        scatter = self._panels.unpack(packed)
+        for group in groups if self.has_sentences else ():
+            scatter += self.sentence_moments[group].scatter
         count, total, third, fourth = (
             sums[parts].sum(0) for sums in (self.counts, self.totals, self.thirds, self.fourths)
         )
@@ -252,30 +286,3 @@ def sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> PointSum
         powers += torch.stack([ones @ y, ones @ y2, ones @ (y2 * y), ones @ y2.square()])
         weighted += torch.stack([w @ y, w2 @ y, w2 @ y2])
     return PointSums(centered, squared_distances, powers, weighted)
-
-
-def _add_upper_panels(matrix: Tensor, points: Tensor) -> None:
-    """Add the upper panels of the scatter matrix of points `(n, d)` to a matrix `(d, d)`.
-
-    Panel k is rows k w to (k + 1) w, for a panel width w, without the columns to the left of its diagonal block. The
-    panels contain each number of a symmetric matrix at least once, and take little more than half of the time of all
-    columns. Devices other than a CPU use one panel, because one large product is faster there.
-    """
-    for panel in _get_panels(matrix):
-        matrix[panel, panel.start :].addmm_(points[:, panel].T, points[:, panel.start :])
-
-
-def _mirror_upper_panels(matrix: Tensor) -> Tensor:
-    """Return the symmetric matrix `(d, d)` with these upper panels; see `_add_upper_panels`."""
-    # A copy, because a matrix computed in inference mode cannot be changed outside of it.
-    symmetric = matrix.clone()
-    for panel in _get_panels(matrix):
-        symmetric[panel.stop :, panel] = matrix[panel, panel.stop :].T
-    return symmetric
-
-
-def _get_panels(matrix: Tensor) -> list[slice]:
-    """Return the rows of each panel of a matrix `(d, d)`; see `_add_upper_panels`."""
-    dim = len(matrix)
-    width = PANEL_WIDTH if matrix.device.type == "cpu" else dim
-    return [slice(start, min(start + width, dim)) for start in range(0, dim, width)]

@@ -10,6 +10,7 @@ import torch
 
 from istar.errors import UserError
 from istar.geometry.collect.corpus_statistics import MeasureSettings
+from istar.geometry.collect.grouped_moments import UpperPanels
 from istar.geometry.collect.stream import UPDATE_BYTES, UPDATE_TOKENS
 from istar.inputs.corpus import BATCH_TOKENS, BATCH_TOKENS_ON_DEVICES
 from istar.measures.point_groups import NUM_LOG2_BINS
@@ -18,18 +19,22 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def count_layer_bytes(settings: MeasureSettings, config: "PretrainedConfig", num_layers: int) -> tuple[int, int, int]:
+def count_layer_bytes(
+    settings: MeasureSettings, config: "PretrainedConfig", num_layers: int, device_type: str = "cpu"
+) -> tuple[int, int, int]:
     """Return the bytes of the statistics of each of `num_layers` layers of a model with this text config, at most.
 
     The three numbers are for the sums without IntraSim, for scatter matrices that are not yet added to them, and for
-    IntraSim if all token types occur. The score by sentence has a third matrix only with documents of many blocks.
+    IntraSim if all token types occur. The score by sentence has packed matrices only with documents of many blocks.
     """
     dim, layer_settings = config.hidden_size, settings.make_layer_settings(config.hidden_size, num_layers)
     num_parts = max(settings.groups, 1) if layer_settings.scatter_by_group else 1
-    matrices, vectors = (3, 9) if layer_settings.has_score_by_sentence else (1, 2)
-    numbers = num_parts * (matrices * dim**2 + vectors * dim) + (NUM_LOG2_BINS + settings.groups) * (dim + 4) + 8 * dim
+    matrices, vectors = (2, 9) if layer_settings.has_score_by_sentence else (0, 2)
+    packed = UpperPanels(dim, device_type).size
+    numbers = num_parts * (packed + matrices * dim**2 + vectors * dim)
+    numbers += (NUM_LOG2_BINS + settings.groups) * (dim + 4) + 8 * dim
     numbers += 483 + (2**15 if settings.measures == "all" else 0)  # histograms of the norms and of the activations
-    recent = 4 * num_parts * dim**2 * (2 if layer_settings.has_score_by_sentence else 1)
+    recent = 4 * num_parts * packed * (2 if layer_settings.has_score_by_sentence else 1)
     return 8 * numbers, recent, config.vocab_size * (4 * dim + 32) if settings.intra else 0
 
 
@@ -46,7 +51,9 @@ def describe_memory(
     `devices` has the device of each layer's statistics, and `dtype` is of the hidden states. Raises a `UserError` if a
     device has too little memory left. IntraSim depends on how many token types occur, so that it is only told.
     """
-    sums, recent, types = count_layer_bytes(settings, config, len(devices))
+    # A GPU does not pack matrices. For layers on several devices, all count as the largest.
+    device_types = {device.type for device in devices.values()}
+    sums, recent, types = max(count_layer_bytes(settings, config, len(devices), name) for name in device_types)
     dim, cpu, copies = config.hidden_size, torch.device("cpu"), 1 + (num_sources > 1)  # of one source, and combined
     batch_tokens = settings.batch_tokens or (BATCH_TOKENS if {*devices.values()} == {cpu} else BATCH_TOKENS_ON_DEVICES)
     batch_tokens = max(min(batch_tokens, settings.limit or batch_tokens), settings.length)

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SECONDS_BETWEEN_SAVES = 300.0
-UPDATE_TOKENS = 16_384
+UPDATE_TOKENS = 8_192
 """Maximum number of tokens to add to the statistics at once, unless a batch has more. Adding many at once takes less
 time per token, but a model on a CPU is faster with small batches."""
 UPDATE_BYTES = 2**28
 """Maximum memory of their hidden states in float32, over all taps, unless a batch has more."""
 ORIGIN_BLOCKS = 4
 """Number of blocks at the beginning of each source to average for the origin of a layer's sums."""
-_STATE_FORMAT = 6
+_STATE_FORMAT = 7
 """Version of the layout of a state file. Files of other versions are ignored."""
 
 T = TypeVar("T")
