@@ -127,7 +127,7 @@ class IstarSweeper(Sweeper):
             has_hydra_value = _HYDRA_VALUE.search(OmegaConf.to_yaml(composed)) is not None
             self._group_cache[groups] = None if has_hydra_value else _GroupConfig(composed)
         group_config = self._group_cache[groups]
-        return self._compose_with_hydra(overrides) if group_config is None else group_config.set(values)
+        return self._compose_with_hydra(overrides) if group_config is None else group_config.apply(values)
 
     def _compose_with_hydra(self, overrides: Sequence[str]) -> DictConfig:
         """Compose the config of a run, with interpolations resolved by the run's `hydra` node.
@@ -190,7 +190,7 @@ class _GroupConfig:
         is_plain = re.search(r"\$\{|\?\?\?", OmegaConf.to_yaml(config)) is None
         self._values: Any = OmegaConf.to_container(config) if is_plain else None
 
-    def set(self, overrides: Sequence[Override]) -> Mapping[str, Any]:
+    def apply(self, overrides: Sequence[Override]) -> Mapping[str, Any]:
         """Return a copy of the config with the values of the overrides, as a DictConfig or as dictionaries.
 
         OmegaConf checks and converts each value, but copying a DictConfig would take longer than all else.

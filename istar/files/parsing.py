@@ -48,22 +48,23 @@ class MissingFileError(UserError):
     """A file to be read does not exist."""
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, max_integer: int = _MAX_INTEGER) -> Any:
     """Return the content of a JSON file.
 
     Raises:
         MissingFileError: if the file is missing.
-        UserError: if it cannot be read, is not JSON, or is nested too deeply.
+        UserError: if it cannot be read, is not JSON, is nested too deeply, or has an integer beyond `max_integer`.
     """
-    return parse_json(_read_text(path), str(path))
+    return parse_json(_read_text(path), str(path), max_integer)
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, max_integer: int = _MAX_INTEGER) -> Any:
     """Return the content of a YAML file, which may contain only what JSON can contain.
 
     Raises:
         MissingFileError: if the file is missing.
-        UserError: if it cannot be read, is not YAML, is nested too deeply, or contains dates or other objects.
+        UserError: if it cannot be read, is not YAML, is nested too deeply, has an integer beyond `max_integer`, or
+            contains dates or other objects.
     """
     text = _read_text(path)
     try:
@@ -74,7 +75,7 @@ def read_yaml(path: Path) -> Any:
             if depth > MAX_DEPTH:
                 raise ValueError(f"more than {MAX_DEPTH} lists and mappings within each other")
         content = yaml.load(text, Loader=_YAML_LOADER)
-        _check_values(content, max_values=_MAX_VALUES_PER_CHARACTER * len(text) + 1, max_integer=_MAX_COUNT)
+        _check_values(content, max_values=_MAX_VALUES_PER_CHARACTER * len(text) + 1, max_integer=max_integer)
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not YAML: {shorten(error)}") from error
     return content
@@ -93,7 +94,7 @@ def read_record(path: Path, expected: Any, what: str, version: int | None = None
         MissingFileError: if the file is missing.
         UserError: if it cannot be read, has another version, or differs from `expected`.
     """
-    content = read_yaml(path) if path.suffix == ".yaml" else parse_json(_read_text(path), str(path), _MAX_COUNT)
+    content = (read_yaml if path.suffix == ".yaml" else read_json)(path, _MAX_COUNT)
     file_version = content.get("format") if isinstance(content, dict) else None
     if version is not None and isinstance(file_version, int) and file_version != version:
         raise UserError(f"{path} has format {file_version}; this version reads {version}")

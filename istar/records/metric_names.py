@@ -26,17 +26,17 @@ def merit(metric: str, value: float) -> float:
     return -value if is_lower_better(metric) else value
 
 
-def displayed(metric: str, value: float) -> float:
+def scale_for_display(metric: str, value: float) -> float:
     """Return the number that tables and figures show: a fraction in percent, a loss or a perplexity as it is.
 
-    >>> displayed("accuracy", 0.8), displayed("perplexity", 31.5)
+    >>> scale_for_display("accuracy", 0.8), scale_for_display("perplexity", 31.5)
     (80.0, 31.5)
     """
     return value if is_lower_better(metric) else 100 * value
 
 
 def axis_label(metric: str) -> str:
-    """Return the name of a metric with the unit of `displayed`.
+    """Return the name of a metric with the unit of `scale_for_display`.
 
     >>> axis_label("accuracy"), axis_label("perplexity")
     ('accuracy, percent', 'perplexity')
@@ -61,8 +61,8 @@ def geometry_key(layer: int | str, measure: str) -> str:
 
 
 def format_metric(metric: str, value: float | None) -> str:
-    """Format the value of a metric with two decimals, scaled by `displayed`, or None as a dash."""
-    return "-" if value is None else f"{displayed(metric, value):.2f}"
+    """Format the value of a metric with two decimals, scaled by `scale_for_display`, or None as a dash."""
+    return "-" if value is None else f"{scale_for_display(metric, value):.2f}"
 
 
 def format_number(value: float | None, format_spec: str) -> str:

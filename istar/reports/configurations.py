@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from istar.records.identity import configuration_hash, find_method, identifies_run, name_method
-from istar.records.metric_names import displayed, merit
+from istar.records.metric_names import merit, scale_for_display
 from istar.records.results import RunRecord
 from istar.records.run_rows import selection_sort_key
 from istar.reports import paper
@@ -77,18 +77,18 @@ class Cell:
         return {} if self.runs.empty else row_dicts(self.runs.head(1))[0]
 
     def score_by_seed(self, metric: str) -> dict[int, float]:
-        """Return a metric's finite values by seed, scaled by `displayed`; empty if the runs lack it."""
+        """Return a metric's finite values by seed, scaled by `scale_for_display`; empty if the runs lack it."""
         if metric not in self.metrics:
             return {}
         column = "value" if metric == self.metrics[0] else f"validation.{metric}"
         return {
-            seed: displayed(metric, float(value))
+            seed: scale_for_display(metric, float(value))
             for seed, value in zip(self.seeds, self.runs[column], strict=True)
             if math.isfinite(value)
         }
 
     def mean_and_std(self, metric: str) -> MeanAndStd:
-        """Return mean and standard deviation of a metric over the seeds, scaled by `displayed`."""
+        """Return mean and standard deviation of a metric over the seeds, scaled by `scale_for_display`."""
         return mean_and_std(list(self.score_by_seed(metric).values()))
 
 

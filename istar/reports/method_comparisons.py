@@ -15,7 +15,7 @@ import pandas as pd
 
 from istar.errors import UserError
 from istar.records.identity import BASE_LABEL
-from istar.records.metric_names import displayed, is_lower_better
+from istar.records.metric_names import is_lower_better, scale_for_display
 from istar.reports.configurations import (
     HELD_OUT,
     VALIDATION,
@@ -83,7 +83,7 @@ class Method:
 
     @property
     def score_by_seed(self) -> dict[int, float]:
-        """The headline metric by seed, scaled by `istar.records.metric_names.displayed`."""
+        """The headline metric by seed, scaled by `istar.records.metric_names.scale_for_display`."""
         return get_score_by_seed(self.runs)
 
     @property
@@ -289,9 +289,9 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def get_score_by_seed(runs: pd.DataFrame) -> dict[int, float]:
-    """Return the headline metric by seed, scaled by `displayed`; each run has another seed."""
+    """Return the headline metric by seed, scaled by `scale_for_display`; each run has another seed."""
     rows = zip(runs["seed"], runs["metric"], runs["value"].astype(float), strict=True)
-    return {int(seed): displayed(metric, value) for seed, metric, value in rows}
+    return {int(seed): scale_for_display(metric, value) for seed, metric, value in rows}
 
 
 def compute_budget(runs: pd.DataFrame) -> Budget:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
-from istar.records.metric_names import displayed
+from istar.records.metric_names import scale_for_display
 from istar.records.results import RunRecord
 from istar.reports import paper
 from istar.reports.configurations import are_all_collapsed, find_best_group, has_fixed_zeta
@@ -340,4 +340,6 @@ def build_mean_point(
 
 def _compute_displayed_scores(runs: pd.DataFrame) -> pd.Series:
     metrics_and_values = zip(runs["metric"], runs["value"].astype(float), strict=True)
-    return pd.Series([displayed(metric, value) for metric, value in metrics_and_values], index=runs.index, dtype=float)
+    return pd.Series(
+        [scale_for_display(metric, value) for metric, value in metrics_and_values], index=runs.index, dtype=float
+    )

@@ -13,7 +13,7 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
-from istar.records.metric_names import GEOMETRY_LABELS, axis_label, displayed, geometry_key
+from istar.records.metric_names import GEOMETRY_LABELS, axis_label, geometry_key, scale_for_display
 from istar.records.results import METRICS_FILE, RunRecord
 from istar.reports import paper
 from istar.reports.configurations import Cell, list_models, list_tasks
@@ -59,7 +59,7 @@ def _build_learning_curve_panel(
     for cell in cells:
         epochs = [epoch for folder in cell.runs["folder"] for epoch in records[folder].epochs]
         values = pd.Series(
-            [displayed(metric, epoch["metrics"].get(metric, math.nan)) for epoch in epochs],
+            [scale_for_display(metric, epoch["metrics"].get(metric, math.nan)) for epoch in epochs],
             index=[int(epoch["epoch"]) for epoch in epochs],
             dtype=float,
         )

@@ -421,6 +421,20 @@ MUTATIONS = [
         "tests/geometry/test_layers.py",
     ),
     Mutation(
+        "The columns of a packed scatter matrix below its diagonal blocks stay as they are allocated.",
+        "istar/geometry/collect/grouped_moments.py",
+        "matrix[rows.stop :, rows] = panel[:, rows.stop - rows.start :].T",
+        "pass",
+        "tests/geometry/test_grouped_moments.py",
+    ),
+    Mutation(
+        "A run of a sweep gets the values of the run that was composed before it.",
+        "hydra_plugins/istar_sweeper.py",
+        "values: dict[str, Any] = copy.deepcopy(self._values)",
+        "values: dict[str, Any] = self._values",
+        "tests/finetune/sweeps/test_trials.py::test_values_are_composed_as_by_hydra_whatever_the_run_before",
+    ),
+    Mutation(
         "Points that belong to no sentence are left out of the moments of a layer.",
         "istar/geometry/collect/grouped_moments.py",
         "parts += [self._num_groups + group for group in parts]",

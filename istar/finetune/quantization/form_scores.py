@@ -39,7 +39,7 @@ from istar.records import results
 from istar.records.config import Config, ModelConfig
 from istar.records.config.schema import load
 from istar.records.identity import configuration_hash, label_method, shorten_model_name
-from istar.records.metric_names import displayed, is_lower_better
+from istar.records.metric_names import is_lower_better, scale_for_display
 from istar.records.results import RunRecord
 from istar.records.task_specs import TASKS
 
@@ -137,21 +137,21 @@ def score_model(
     Returns:
         `metric`, the name of the task's headline metric; its value in `float32` and in each form, such as `w8a8`;
         `w8a8_drop`, by how much the form is worse than float32; `w8a8_collapsed`, whether all its predictions are
-        equal; and the measures of `measure_activations`. Scores are in the unit of `displayed`.
+        equal; and the measures of `measure_activations`. Scores are in the unit of `scale_for_display`.
 
     Raises a `UserError` if the encoder lacks linear layers, or its activations or logits are not finite.
     """
     metric = saved.evaluator.spec.headline
     layers = encoder_linears(saved.model)
     float32_score = evaluate_model(saved, saved.model, "float32").metrics[metric]
-    scores: dict[str, Any] = {"metric": metric, "float32": displayed(metric, float32_score)}
+    scores: dict[str, Any] = {"metric": metric, "float32": scale_for_display(metric, float32_score)}
     advance()
     largest_inputs = calibrate_input_ranges(saved, layers)
     advance()
     for form in forms:
         evaluation = evaluate_model(saved, quantize_layers(saved.model, layers, form, largest_inputs), form.name)
         score = evaluation.metrics[metric]
-        scores[form.name] = displayed(metric, score)
+        scores[form.name] = scale_for_display(metric, score)
         scores[f"{form.name}_drop"] = compute_drop(metric, float32_score, score)
         scores[f"{form.name}_collapsed"] = evaluation.collapsed
         advance()
@@ -161,14 +161,14 @@ def score_model(
 
 
 def compute_drop(metric: str, float32_score: float, quantized_score: float) -> float:
-    """Return by how much a quantized model scores worse than in float32, in the unit of `displayed`.
+    """Return by how much a quantized model scores worse than in float32, in the unit of `scale_for_display`.
 
     The drop is negative if the quantized model is better, whether the metric is a score or a loss.
 
     >>> compute_drop("accuracy", 0.9, 0.875), compute_drop("perplexity", 30.0, 31.0)
     (2.5, 1.0)
     """
-    difference = displayed(metric, float32_score) - displayed(metric, quantized_score)
+    difference = scale_for_display(metric, float32_score) - scale_for_display(metric, quantized_score)
     return -difference if is_lower_better(metric) else difference
 
 
@@ -299,7 +299,7 @@ def _describe_run(folder: Path, record: RunRecord) -> dict[str, Any]:
         "method": label_method(record.config),
         "configuration": configuration_hash(record.config, record.data.get("fingerprint", "")),
         "seed": record.config["seed"],
-        "recorded": displayed(record.headline["metric"], record.headline["value"]),
+        "recorded": scale_for_display(record.headline["metric"], record.headline["value"]),
         "constant": any(record.collapsed.values()),
     }
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from istar.drawing.plot import Line, Panel, Plot, evenly_spaced
 from istar.records.identity import BASE, find_method, label_method, shorten_model_name
-from istar.records.metric_names import GEOMETRY_LABELS, displayed, format_metric, geometry_key, is_lower_better
+from istar.records.metric_names import GEOMETRY_LABELS, format_metric, geometry_key, is_lower_better, scale_for_display
 from istar.records.results import RunRecord
 
 _MEASURE_KEY = re.compile(geometry_key(r"(\d+)", r"(\w+)"))
@@ -77,7 +77,7 @@ def build_isotropy_plot(record: RunRecord) -> Plot:
     )
     model, task = shorten_model_name(record.config["model"]["name"]), record.config["task"]["name"]
     metric = record.headline["metric"]
-    score_text = f"{metric} {displayed(metric, record.headline['value']):.2f}"
+    score_text = f"{metric} {scale_for_display(metric, record.headline['value']):.2f}"
     return Plot(
         name="isotropy",
         title="Isotropy of each layer before and after training",

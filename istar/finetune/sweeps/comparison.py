@@ -12,7 +12,7 @@ from rich.table import Table
 from istar.drawing.page_tables import make_markdown_table
 from istar.drawing.rendering import COLOURS, PNG_DPI
 from istar.records.identity import label_method, shorten_model_name
-from istar.records.metric_names import axis_label, displayed, format_metric
+from istar.records.metric_names import axis_label, format_metric, scale_for_display
 from istar.records.results import RunRecord
 
 COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
@@ -53,7 +53,7 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     """
     first_run = runs[0]
     metric = first_run.headline["metric"]
-    scores = [displayed(metric, run.headline["value"]) for run in runs]
+    scores = [scale_for_display(metric, run.headline["value"]) for run in runs]
     score = f"{fmean(scores):.2f}" + (f" ± {stdev(scores):.2f}" if len(runs) > 1 else "")
     num_collapsed = sum(any(run.collapsed.values()) for run in runs)
     if num_collapsed:
@@ -112,7 +112,7 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
     A dashed line shows the score of a constant prediction if it is the same for all configurations.
     """
     for bar_index, (runs, colour) in enumerate(zip(configurations, cycle(COLOURS), strict=False)):
-        scores = [displayed(run.headline["metric"], run.headline["value"]) for run in runs]
+        scores = [scale_for_display(run.headline["metric"], run.headline["value"]) for run in runs]
         mean, std = fmean(scores), stdev(scores) if len(scores) > 1 else 0.0
         axes.barh(bar_index, mean, color=colour, height=0.6, xerr=std or None, capsize=3)
         label_position = (max(mean + std, 0), bar_index)
@@ -125,7 +125,7 @@ def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
     baselines = {runs[0].baseline.get(runs[0].headline["metric"]) for runs in configurations}
     baseline = baselines.pop() if len(baselines) == 1 else None
     if baseline is not None:
-        axes.axvline(displayed(metrics[0], baseline), color="black", linestyle="--", linewidth=1)
+        axes.axvline(scale_for_display(metrics[0], baseline), color="black", linestyle="--", linewidth=1)
         axes.set_title("dashed line: a constant prediction", fontsize="medium", loc="left")
 
 
