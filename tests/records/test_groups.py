@@ -174,6 +174,17 @@ def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]
     assert identity_hash(values, "data", "weights") != identity_hash(to_dict(composed()), "data", "weights")
 
 
+def test_the_length_of_a_run_is_known_without_lightning(composed: Callable[..., Config]) -> None:
+    """Other arguments of its trainer are checked against its signature, which takes seconds to import."""
+    trainer = composed(
+        "trainer.max_steps=70", "trainer.limit_train_batches=null", "trainer.limit_val_batches=2",
+        "trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=null",
+    ).trainer  # fmt: skip
+    assert trainer.lightning == {}
+    assert (trainer.max_steps, trainer.limit_train_batches, trainer.limit_val_batches) == (70, 1.0, 2)
+    assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (0.5, None)
+
+
 def test_values_of_the_model_configuration_are_keys(composed: Callable[..., Config]) -> None:
     """They need no `+`, although the schema does not contain them."""
     config = composed("model=small_decoder", "model.config.hidden_size=128", "model.config.layer_norm_eps=1e-5")
