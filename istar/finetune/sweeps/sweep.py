@@ -15,7 +15,7 @@ from rich.console import Console
 
 from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
-from istar.files.writing import is_locked
+from istar.files.writing import is_locked, lock_folder
 from istar.finetune.sweeps import comparison, pool
 from istar.finetune.sweeps.comparison import ConfigurationsByTask
 from istar.finetune.sweeps.live_table import Board, SweepEntry
@@ -46,6 +46,7 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
 
     Raises:
         UserError: for overrides that do not compose or cannot be searched, before any run has started.
+        LockedError: if another process writes to the folder of the sweep for 10 seconds.
         StoppedError: if a signal has stopped the sweep.
     """
     settings = request.settings
@@ -53,8 +54,10 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
     print_plan(runs)
     if settings.dry_run:
         return 0
-    runs.output.check(() if runs.output.has_manifest else runs.output.list_names())
-    runs.output.write({})
+    # Several commands may share a search and its folder.
+    with lock_folder(runs.folder):
+        runs.output.check(() if runs.output.has_manifest else runs.output.list_names())
+        runs.output.write({})
     with Board(runs.folder, runs.state, console) as live_board:
         if settings.search == "grid":
             run_queue(TrialQueue(runs, live_board))
@@ -298,7 +301,9 @@ def print_results(runs: SweepRuns) -> int:
         if sum(map(len, groups.values())) > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
             groups = select_best_configurations(groups, runs.grid_by_run)
         markdown = comparison.format_comparison_as_markdown(groups).encode()
-        runs.output.write({"comparison.md": markdown, **comparison.draw_comparison(groups)})
+        contents = {"comparison.md": markdown, **comparison.draw_comparison(groups)}
+        with lock_folder(runs.folder):
+            runs.output.write(contents)
         console.print(comparison.build_comparison_table(groups))
         console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
     num_runs = len(runs.state.entries)

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from istar.errors import LockedError, StoppedError, UserError
+from istar.files import writing
 from istar.files.writing import lock_folder
 from istar.finetune.sweeps import comparison, pool, sweep
 from istar.finetune.sweeps.live_table import Board, read_state
@@ -184,6 +185,23 @@ def test_the_seeds_follow_when_all_is_settled(
     monkeypatch.setattr(sweep, "print_results", lambda make_runs: 0)
     assert sweep.run_sweep(request, Console(quiet=True)) == 0
     assert (Run.seeds, Run.rates) == ([1, 2], [1e-3, 1e-4])
+
+
+def test_the_folder_of_a_sweep_is_written_by_one_command_at_a_time(
+    make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands that share a search removed each other's unfinished files."""
+    monkeypatch.setattr(writing, "_LOCK_TIMEOUT_SECONDS", 0.1)
+    sweep_runs = make_runs(*GRID)
+    with lock_folder(sweep_runs.folder), pytest.raises(LockedError):
+        sweep.run_sweep(sweep_runs.request, Console(quiet=True))
+    assert Run.seeds == []
+    assert not sweep_runs.folder.exists()
+    assert sweep.run_sweep(sweep_runs.request, Console(quiet=True)) == 0
+    before = {path.name: path.read_bytes() for path in sweep_runs.folder.glob("*.md")}
+    with lock_folder(sweep_runs.folder), pytest.raises(LockedError):
+        sweep.print_results(with_all_runs(make_runs(*GRID)))
+    assert {path.name: path.read_bytes() for path in sweep_runs.folder.glob("*.md")} == before != {}
 
 
 def test_fail_fast_starts_no_further_runs(make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch) -> None:
