@@ -55,7 +55,7 @@ class IstarSweeper(Sweeper):
                 hydra_context=hydra_context, task_function=task_function, config=job_config
             )
         self._launched = 0
-        # By their options of config groups; None if they contain values of Hydra.
+        # Configs by the options of config groups that compose them; None for a config with values of Hydra.
         self._group_cache: dict[tuple[str, ...], _GroupConfig | None] = {}
 
     def sweep(self, arguments: list[str]) -> None:

@@ -148,7 +148,7 @@ def _check_values(content: Any, max_values: float = math.inf, max_integer: int =
                 break
             elif isinstance(value, int):
                 if abs(value) > max_integer:
-                    raise ValueError(f"a number of {len(str(abs(value)))} digits")
+                    raise ValueError(f"a number of {len(str(abs(value)))} digits is too large")
             elif value is not None:
                 raise ValueError(f"a {type(value).__name__} where text or a number was expected")
         else:

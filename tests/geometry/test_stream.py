@@ -161,8 +161,8 @@ def compute_naive_measures(points: Any, tokens: Any) -> dict[str, float]:
 
 
 def tolerance(key: str) -> float:
-    # After layer normalization, one direction has no variance, and its singular value is a rounding error. IntraSim has
-    # sums in float32.
+    # Layer normalization leaves one direction without variance, so that its singular value is a rounding error.
+    # IntraSim is summed in float32.
     special = {"effective_rank": 1e-6, "rank_me": 1e-6, "effective_rank_error": 1e-3,
                "intra_sim": 1e-7, "adjusted_intra_sim": 1e-6}  # fmt: skip
     return special.get(key, 1e-9)

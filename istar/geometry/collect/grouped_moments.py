@@ -90,7 +90,7 @@ class GroupedMoments(Accumulator):
         self.add_state("thirds", origin.new_zeros(num_parts, dim), "sum")
         self.add_state("fourths", origin.new_zeros(num_parts), "sum")
         self._panels = UpperPanels(dim, origin.device.type)
-        # Packed scatter matrices by part, of the parts with points. `SentenceMoments` contain those of sentences.
+        # Packed scatter matrices by part. For points in sentences, the matrix is in `sentence_moments` instead.
         self.add_state("scatters", {}, "sum")
         # Machine epsilon of the narrowest dtype used to sum a scatter matrix.
         self.add_state("epsilon", origin.new_zeros(()), "max")

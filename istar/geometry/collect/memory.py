@@ -26,6 +26,7 @@ def count_layer_bytes(
 
     The three numbers are for the sums without IntraSim, for scatter matrices that are not yet added to them, and for
     IntraSim if all token types occur. The score by sentence has packed matrices only with documents of many blocks.
+    Only a CPU packs matrices.
     """
     dim, layer_settings = config.hidden_size, settings.make_layer_settings(config.hidden_size, num_layers)
     num_parts = max(settings.groups, 1) if layer_settings.scatter_by_group else 1

@@ -58,5 +58,7 @@ def redundant_arguments(arguments: Mapping[str, Any]) -> list[str]:
     from lightning import Trainer
 
     parameters = inspect.signature(Trainer).parameters
-    meaning_of_none = {"gradient_clip_algorithm": "norm"}
-    return [name for name, value in arguments.items() if value in (parameters[name].default, meaning_of_none.get(name))]
+    defaults = {name: [parameters[name].default] for name in arguments}
+    if "gradient_clip_algorithm" in arguments:
+        defaults["gradient_clip_algorithm"].append("norm")  # what its default, None, means
+    return [name for name, value in arguments.items() if value in defaults[name]]

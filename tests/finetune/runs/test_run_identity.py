@@ -207,6 +207,7 @@ def test_a_global_batch_is_the_same_run_however_it_is_divided(
         ("rte", ["task.doc_stride=64", "task.n_best=5", "task.max_answer_length=9"]),
         ("rte", ["trainer.inter_sim_patience=5"]),
         ("rte", ["trainer.val_check_interval=1.0", "trainer.limit_train_batches=1.0", "trainer.max_time=null"]),
+        ("rte", ["trainer.val_check_interval=null", "trainer.limit_val_batches=null", "trainer.max_steps=null"]),
         ("rte", ["trainer.gradient_clip_algorithm=norm", "trainer.detect_anomaly=false"]),
         ("squad", ["task.max_length=384"]),
         ("rte", ["model.vocab_size=500", "model.lora_r=3", "model.lora_dropout=0.5"]),
@@ -227,6 +228,7 @@ def test_values_without_an_effect_do_not_count(composed: Build, task: str, other
         # One batch rather than all of them.
         ("rte", ["trainer.limit_train_batches=1"]),
         ("rte", ["trainer.max_steps=5"]),
+        ("rte", ["trainer.inference_mode=null"]),
         # Without checkpoints the result is that of the last epoch.
         ("rte", ["trainer.checkpoints=false"]),
         ("squad", ["task.doc_stride=64"]),
