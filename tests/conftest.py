@@ -135,19 +135,20 @@ def svg_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from istar.drawing import rendering
 
     render = rendering.render
-    monkeypatch.setattr(rendering, "render", lambda plot, suffixes=("svg",): render(plot, suffixes))
-    monkeypatch.setattr(rendering, "render_narrow", lambda plot: b"<svg/>")
+    monkeypatch.setattr(
+        rendering, "render", lambda plot, suffixes: {**dict.fromkeys(suffixes, b"<svg/>"), **render(plot, ("svg",))}
+    )
 
 
 @pytest.fixture(scope="module")
 def blank_figures() -> Iterator[None]:
     """Leave the figures of pages blank, for the tests of a module that do not look at them."""
     from istar.drawing import rendering
+    from istar.drawing.plot import NARROW, SUFFIXES
 
     blank = b'<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendering, "render", lambda plot: dict.fromkeys(rendering.SUFFIXES, blank))
-        patch.setattr(rendering, "render_narrow", lambda plot: blank)
+        patch.setattr(rendering, "render", lambda plot, suffixes: dict.fromkeys((*SUFFIXES, NARROW), blank))
         yield
 
 
@@ -160,10 +161,10 @@ def registered() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_core() -> Iterator[None]:
     """Let figures be drawn in this process, so that tests can count and replace the calls that draw them."""
-    from istar.drawing import page_folder
+    from istar.drawing import pictures
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_folder, "MAX_PROCESSES", 1)
+        patch.setattr(pictures, "MAX_PROCESSES", 1)
         yield
 
 

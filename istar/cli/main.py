@@ -88,7 +88,7 @@ def _figure_formats(formats: Sequence[str]) -> Iterator[None]:
     if not formats:
         yield
         return
-    from istar.drawing.rendering import FIGURE_FORMATS, SUFFIXES
+    from istar.drawing.plot import FIGURE_FORMATS, SUFFIXES
 
     for name in formats:
         check_one_of("--figures", name, SUFFIXES)

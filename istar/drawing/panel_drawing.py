@@ -80,6 +80,7 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
     if plot.kind == "heatmap":
         _draw_heatmap(axes, plot, panel)
         return
+    _draw_reference_lines(axes, panel)
     if plot.kind == "ranks":
         _draw_ranks(axes, plot, panel)
         return
@@ -94,10 +95,6 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
             _draw_line(axes, plot.kind, line, dict(styles[line.label]), has_markers or len(line.x) == 1)
     if plot.kind in ("points", "bars"):
         _mark_points(axes, lines, styles)
-    if panel.horizontal_line is not None:
-        axes.axhline(panel.horizontal_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.horizontal_line[1])
-    if panel.vertical_line is not None:
-        axes.axvline(panel.vertical_line[0], color=RED, linestyle="--", linewidth=1.3, label=panel.vertical_line[1])
     axes.set_title(panel.title)
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(panel.y_label)
@@ -106,6 +103,13 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
     axes.margins(x=0.06 if plot.kind != "line" else 0.03)
     if not (plot.log_y or panel.log_y or plot.kind == "ridges"):
         axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _draw_reference_lines(axes: Axes, panel: Panel) -> None:
+    for draw, line in ((axes.axhline, panel.horizontal_line), (axes.axvline, panel.vertical_line)):
+        if line is not None:
+            position, label = line
+            draw(position, color=RED, linestyle="--", linewidth=1.3, label=label)
 
 
 def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
@@ -302,6 +306,7 @@ def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
     axes.set_yticks(rows, [line.label for line in panel.lines])
     axes.invert_yaxis()
     axes.margins(y=0.15)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Integers, unless the values are too close to one another.
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
     axes.set_title(panel.title)
     axes.set_xlabel(plot.x_label)

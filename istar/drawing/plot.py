@@ -1,14 +1,27 @@
 """Plots as numbers: panels of lines, bars or points, which `istar.drawing.rendering` renders."""
 
+import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pandas as pd
 
 T = TypeVar("T")
+SUFFIXES = ("svg", "pdf", "png")
+"""Formats of a figure, by the suffixes of its files."""
+NARROW = "narrow.svg"
+"""Suffix of a figure for the screen of a phone."""
+FIGURE_FORMATS: ContextVar[Sequence[str]] = ContextVar("FIGURE_FORMATS", default=("svg",))
+"""Formats of the figures of pages. `istar` sets them from `--figures`, because each costs time."""
 MAX_ITEMS = 5
 """Most layers in a figure."""
 _NUM_FIRST_STEPS, _MIN_GROWTH = 4, 1.9
@@ -64,7 +77,8 @@ class Plot:
     - `ridges`: distributions, each on a row with its name and scaled to its own maximum.
     - `heatmap`: each line is a row with its label as the name; `Panel.column_names` name the columns. The colour scale
       is from 0 to 1.
-    - `ranks`: each line has one point with an error bar along x, on the row of its label, from the top down.
+    - `ranks`: each line has one point with an error bar along x, on the row of its label, from the top down. The panels
+      are one below the other.
     """
 
     name: str  # name of its files, without suffix
@@ -172,3 +186,66 @@ def group_rows(ids: Sequence[int], counts: Sequence[float] | np.ndarray | None) 
         f"{explanation} id, which stands for the rank by frequency: most tokenizers number tokens in the order in "
         "which they learned them, frequent ones first"
     )
+
+
+def compute_identifier(plot: Plot) -> str:
+    """Return a hash of a plot and of the code that draws it, which the rendered files contain."""
+    return hashlib.sha256(f"{_hash_drawing_code()} {plot}".encode()).hexdigest()
+
+
+@functools.cache
+def _hash_drawing_code() -> str:
+    """Return a hash of the modules of this package and the version of matplotlib."""
+    modules = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join([version("matplotlib").encode(), *(p.read_bytes() for p in modules)])).hexdigest()
+
+
+def tabulate_points(plot: Plot) -> pd.DataFrame:
+    """Return the points of a plot as a table, with a row for each point."""
+    rows = []
+    for panel in plot.panels:
+        for line in panel.lines:
+            errors = line.y_error or (math.nan,) * len(line.y)
+            names = panel.column_names or [plot.x_names.get(x, "").replace("\n", " ") for x in line.x]
+            for x, name, y, error in zip(line.x, names, line.y, errors, strict=True):
+                panel_name = " ".join(filter(None, (panel.title, panel.model)))
+                keys = {"panel": panel_name, "quantity": panel.y_label, "line": line.label}
+                rows.append({**keys, "x": x, "x_name": name, "y": y, "y_error": error})
+    return pd.DataFrame(rows)
+
+
+def describe(plot: Plot) -> str:
+    """Describe a plot in words, one sentence per panel: its lines with their first and last values."""
+    sentences = []
+    for panel in plot.panels:
+        lines = "; ".join(_describe_line(line, plot) for line in panel.lines)
+        reference_lines = filter(None, (panel.horizontal_line, panel.vertical_line))
+        marks = [f"; {name} at {position:g}" for position, name in reference_lines]
+        subject = ", ".join(name for name in (panel.title, panel.model) if name)
+        prefix = f"{subject}: " if subject else ""
+        quantity = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
+        sentences.append(f"{prefix}{quantity}: {lines}{''.join(marks)}.")
+    return " ".join(sentences)
+
+
+def _describe_line(line: Line, plot: Plot) -> str:
+    """Describe a line in words: by its first and last point, or a distribution by its range and its highest bin."""
+    finite_points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
+    if not finite_points:
+        return f"{line.label} without a number"
+    if plot.kind == "scatter":
+        return f"{line.label}, {len(finite_points)} points"
+    if plot.kind == "heatmap":
+        return f"{line.label} from {min(line.y):.2f} to {max(line.y):.2f}"
+    point_texts = [(plot.x_names.get(x, f"{x:.4g}").replace("\n", " "), f"{y:.4g}") for x, y in finite_points]
+    if plot.kind == "ranks":
+        return f"{line.label} {finite_points[0][0]:.2f}"
+    if plot.kind == "columns":
+        return ", ".join(f"{line.label} {y} for {x}" for x, y in point_texts)
+    (first_x, first_y), (last_x, last_y) = point_texts[0], point_texts[-1]
+    if plot.kind in ("histogram", "ridges"):
+        highest_x, _ = max(finite_points, key=itemgetter(1))
+        return f"{line.label} from {first_x} to {last_x}, most at {highest_x:.4g}"
+    if len(finite_points) == 1:
+        return f"{line.label} {first_y} at {first_x}"
+    return f"{line.label} from {first_y} at {first_x} to {last_y} at {last_x}"

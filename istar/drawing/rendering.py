@@ -1,42 +1,24 @@
-"""Rendering of plots to SVG, PDF and PNG in one style, and descriptions of them in words."""
+"""Rendering of plots to SVG, PDF and PNG in one style."""
 
-import functools
-import hashlib
 import io
 import itertools
 import math
 import re
 import warnings
 from collections.abc import Sequence
-from contextvars import ContextVar
-from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import matplotlib
-import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from istar.drawing.panel_drawing import (
-    COLOURS,
-    INK,
-    PAPER,
-    assign_line_styles,
-    draw_panel,
-    find_panels_with_same_y_axis,
-)
-from istar.drawing.plot import Line, Plot
+from istar.drawing.panel_drawing import INK, PAPER, assign_line_styles, draw_panel, find_panels_with_same_y_axis
+from istar.drawing.plot import NARROW, Plot, compute_identifier
 
-__all__ = ["COLOURS", "PNG_DPI", "SUFFIXES", "describe", "render", "tabulate_points"]
 PNG_DPI = 300
 """Dots per inch of PNG files."""
-SUFFIXES = ("svg", "pdf", "png")
-"""Formats of a figure, by the suffixes of its files."""
-FIGURE_FORMATS: ContextVar[Sequence[str]] = ContextVar("FIGURE_FORMATS", default=("svg",))
-"""Formats in which `render` draws by default. `istar` sets them from `--figures`, because each costs time."""
 _POINTS_PER_INCH = 72
 _NARROW_WIDTH = 4.0
 """Width in inches of a figure for a phone."""
@@ -66,20 +48,19 @@ _STYLE: Any = {
 }
 
 
-def render(plot: Plot, suffixes: Sequence[str] | None = None) -> dict[str, bytes]:
-    """Render a plot, by default in `FIGURE_FORMATS`, and return its files by suffix. The result is always the same.
+def render(plot: Plot, suffixes: Sequence[str]) -> dict[str, bytes]:
+    """Render a plot, and return the contents of its files by suffix. The result is always the same.
 
-    All formats have the same size, colours and layout. PNG has `PNG_DPI` dots per inch.
+    The formats of `SUFFIXES` have the same size, colours and layout. PNG has `PNG_DPI` dots per inch. `NARROW` is an
+    SVG for the screen of a phone, with the panels one below the other.
     """
-    return _render_files(plot, suffixes or FIGURE_FORMATS.get(), max_columns=3)
+    files = _render_layout(plot, [suffix for suffix in suffixes if suffix != NARROW], max_columns=3)
+    if NARROW in suffixes:
+        files[NARROW] = _render_layout(plot, ["svg"], max_columns=1)["svg"]
+    return files
 
 
-def render_narrow(plot: Plot) -> bytes:
-    """Render a plot as SVG for the screen of a phone, with its panels one below the other."""
-    return _render_files(plot, ("svg",), max_columns=1)["svg"]
-
-
-def _render_files(plot: Plot, suffixes: Sequence[str], max_columns: int) -> dict[str, bytes]:
+def _render_layout(plot: Plot, suffixes: Sequence[str], max_columns: int) -> dict[str, bytes]:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # The font may lack the glyphs of a name in another script. The PNG shows boxes for them; the SVG keeps text.
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
@@ -92,18 +73,6 @@ def _render_files(plot: Plot, suffixes: Sequence[str], max_columns: int) -> dict
         figure.set_layout_engine("none")
         identifier = compute_identifier(plot)
         return {suffix: _render_format(figure, suffix, identifier) for suffix in suffixes}
-
-
-def compute_identifier(plot: Plot) -> str:
-    """Return a hash of a plot and of the code that draws it, which the rendered files contain."""
-    return hashlib.sha256(f"{_hash_drawing_code()} {plot}".encode()).hexdigest()
-
-
-@functools.cache
-def _hash_drawing_code() -> str:
-    """Return a hash of the modules of this package and the version of matplotlib."""
-    modules = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join([matplotlib.__version__.encode(), *(p.read_bytes() for p in modules)])).hexdigest()
 
 
 def _render_format(figure: Figure, suffix: str, identifier: str) -> bytes:
@@ -125,60 +94,9 @@ def _render_format(figure: Figure, suffix: str, identifier: str) -> bytes:
     return buffer.getvalue()
 
 
-def tabulate_points(plot: Plot) -> pd.DataFrame:
-    """Return the points of a plot as a table, with a row for each point."""
-    rows = []
-    for panel in plot.panels:
-        for line in panel.lines:
-            errors = line.y_error or (math.nan,) * len(line.y)
-            names = panel.column_names or [plot.x_names.get(x, "").replace("\n", " ") for x in line.x]
-            for x, name, y, error in zip(line.x, names, line.y, errors, strict=True):
-                panel_name = " ".join(filter(None, (panel.title, panel.model)))
-                keys = {"panel": panel_name, "quantity": panel.y_label, "line": line.label}
-                rows.append({**keys, "x": x, "x_name": name, "y": y, "y_error": error})
-    return pd.DataFrame(rows)
-
-
-def describe(plot: Plot) -> str:
-    """Describe a plot in words, one sentence per panel: its lines with their first and last values."""
-    sentences = []
-    for panel in plot.panels:
-        lines = "; ".join(_describe_line(line, plot) for line in panel.lines)
-        reference_lines = filter(None, (panel.horizontal_line, panel.vertical_line))
-        marks = [f"; {name} at {position:g}" for position, name in reference_lines]
-        subject = ", ".join(name for name in (panel.title, panel.model) if name)
-        prefix = f"{subject}: " if subject else ""
-        quantity = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
-        sentences.append(f"{prefix}{quantity}: {lines}{''.join(marks)}.")
-    return " ".join(sentences)
-
-
-def _describe_line(line: Line, plot: Plot) -> str:
-    """Describe a line in words: by its first and last point, or a distribution by its range and its highest bin."""
-    finite_points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
-    if not finite_points:
-        return f"{line.label} without a number"
-    if plot.kind == "scatter":
-        return f"{line.label}, {len(finite_points)} points"
-    if plot.kind == "heatmap":
-        return f"{line.label} from {min(line.y):.2f} to {max(line.y):.2f}"
-    point_texts = [(plot.x_names.get(x, f"{x:.4g}").replace("\n", " "), f"{y:.4g}") for x, y in finite_points]
-    if plot.kind == "ranks":
-        return f"{line.label} {finite_points[0][0]:.2f}"
-    if plot.kind == "columns":
-        return ", ".join(f"{line.label} {y} for {x}" for x, y in point_texts)
-    (first_x, first_y), (last_x, last_y) = point_texts[0], point_texts[-1]
-    if plot.kind in ("histogram", "ridges"):
-        highest_x, _ = max(finite_points, key=itemgetter(1))
-        return f"{line.label} from {first_x} to {last_x}, most at {highest_x:.4g}"
-    if len(finite_points) == 1:
-        return f"{line.label} {first_y} at {first_x}"
-    return f"{line.label} from {first_y} at {first_x} to {last_y} at {last_x}"
-
-
 def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
     """Draw all panels of a plot on a grid, with one legend below them."""
-    num_columns = min(max_columns, 2 if len(plot.panels) == 4 else len(plot.panels))
+    num_columns = 1 if plot.kind == "ranks" else min(max_columns, 2 if len(plot.panels) == 4 else len(plot.panels))
     width = _NARROW_WIDTH if max_columns == 1 else {1: 6.5, 2: 8.5, 3: 11.0}[num_columns]
     num_rows = math.ceil(len(plot.panels) / num_columns)
     # The rows of a heatmap, of ridges and of ranks are named on the y axis.
@@ -215,7 +133,7 @@ def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
             axes.set_xlim(min(low_ends), max(high_ends))
             if plot.share_axes and plot.kind == "scatter":
                 axes.set_aspect("equal", adjustable="box")
-    if len(handles) > 1:
+    if len(handles) > 1 or handles.keys() - styles.keys():
         labels = [label for label in styles if label in handles]
         labels += [label for label in handles if label not in styles]
         figure.legend(

@@ -10,6 +10,7 @@ import pandas as pd
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section, read_page_texts
 from istar.drawing.page_tables import Sheet
+from istar.drawing.pictures import render_pictures
 from istar.embeddings import embed_figures, embed_tables
 from istar.embeddings.embed_models import MATRIX_FILES, MODEL_FOLDER, ModelEmbeddings
 from istar.files.writing import to_csv
@@ -109,7 +110,7 @@ def _make_page(
         empty_note = "" if name in sheets else table_texts["missing"]
         sections.append(Section(name, table_texts["title"], (), sheets.get(name), (), empty_note, is_wide=True))
     plots = embed_figures.make_plots(models, words)
-    pictures = page_folder.render_pictures(plots, out)
+    pictures = render_pictures(plots, out / page_folder.FIGURES)
     for plot in plots:
         empty_note = "" if plot.panels else texts["figures"][plot.name]["missing"]
         sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None

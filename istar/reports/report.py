@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet
+from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot
 from istar.errors import UserError
 from istar.records.identity import BASE_LABEL
@@ -78,7 +79,7 @@ def write_report(
         # The two steps besides the figures are reading, which is done, and writing.
         num_pictures = sum(len({panel.model for panel in plot.panels}) for plot in plots)
         progress.update(progress_task, total=2 + num_pictures, description="drawing figures")
-        pictures = page_folder.render_pictures(plots, out, lambda name: progress.advance(progress_task))
+        pictures = render_pictures(plots, out / page_folder.FIGURES, lambda name: progress.advance(progress_task))
         drawn_sections = [
             replace(section, pictures=pictures[plot.name] if plot is not None else ()) for section, plot in sections
         ]

@@ -43,9 +43,8 @@ def test_a_figure_is_drawn_again_only_if_it_changes(
     inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []
-    render, render_narrow = rendering.render, rendering.render_narrow
-    monkeypatch.setattr(rendering, "render", lambda plot: drawn.append(plot.name) or render(plot))
-    monkeypatch.setattr(rendering, "render_narrow", lambda plot: drawn.append("narrow") or render_narrow(plot))
+    render = rendering.render
+    monkeypatch.setattr(rendering, "render", lambda plot, suffixes: drawn.append(plot.name) or render(plot, suffixes))
 
     def list_drawn(*options: str) -> list[str]:
         drawn.clear()
@@ -53,8 +52,7 @@ def test_a_figure_is_drawn_again_only_if_it_changes(
         return list(drawn)
 
     all_figures = list_drawn()
-    name, narrow = all_figures[:2]
-    assert narrow == "narrow"
+    name = all_figures[0]
     folder = tmp_path / "out"
     contents = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert list_drawn() == []
@@ -67,4 +65,4 @@ def test_a_figure_is_drawn_again_only_if_it_changes(
     # A missing file, of any format, is drawn again.
     for suffix in ("pdf", "narrow.svg"):
         (folder / "figures" / f"{name}.{suffix}").unlink()
-        assert list_drawn("--figures", "svg,pdf,png") == [name, narrow]
+        assert list_drawn("--figures", "svg,pdf,png") == [name]

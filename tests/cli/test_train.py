@@ -183,9 +183,10 @@ def test_the_methods_are_compared(tmp_path: Path) -> None:
         assert re.search(method, (sweep / "comparison.md").read_text())
     lines = (sweep / "comparison.md").read_text().splitlines()
     assert len(lines) == 6
-    assert (sweep / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (sweep / "comparison.svg").read_text()
-    assert "comparison.png" in comparison
+    for name in ("comparison-metric", "comparison-isoscore"):
+        assert (sweep / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (sweep / f"{name}.svg").read_text()
+        assert f"{name}.png" in comparison
     runs = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("demo-")]
     assert len(runs) == 4
     assert {results.read_result(path).status for path in runs} == {"finished"}

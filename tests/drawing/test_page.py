@@ -17,10 +17,12 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from istar.drawing import page_folder, panel_drawing, rendering
+from istar.drawing import page_folder, panel_drawing
+from istar.drawing import pictures as pictures_module
 from istar.drawing.page_folder import Page, Section
 from istar.drawing.page_tables import Entry, Sheet
-from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.pictures import render_pictures
+from istar.drawing.plot import FIGURE_FORMATS, Line, Panel, Plot
 from tests.reports.test_report import inline_parts, parsed
 
 TEMPLATES = Path(str(files("istar.drawing"))) / "templates"
@@ -37,7 +39,7 @@ def write_page(tmp_path: Path, name: str = "name") -> Path:
         for model in (name, f"{name}2")
     )
     plot = Plot("plot", name, name, "line", name, panels)
-    pictures = page_folder.render_pictures([plot], tmp_path)[plot.name]
+    pictures = render_pictures([plot], tmp_path)[plot.name]
     section = Section("section", name, (name,), sheet, pictures, name, (name,), is_wide=True)
     path = tmp_path / "index.html"
     path.write_text(
@@ -48,10 +50,7 @@ def write_page(tmp_path: Path, name: str = "name") -> Path:
 
 @pytest.fixture(scope="module")
 def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    render = rendering.render
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendering, "render", lambda plot: render(plot, ["svg"]))  # the page shows no other files
-        return write_page(tmp_path_factory.mktemp("page"))
+    return write_page(tmp_path_factory.mktemp("page"))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -60,22 +59,22 @@ def test_several_processes_draw_the_same(tmp_path: Path, monkeypatch: pytest.Mon
         Plot(name, name, name, "line", "x", (Panel("y", [Line("line", (1, 2), (0.1, y))]),))
         for name, y in (("first", 0.2), ("second", 0.3), ("third", 0.4))
     ]
-    expected = page_folder.render_pictures(plots, tmp_path)
+    expected = render_pictures(plots, tmp_path)
     drawn: list[str] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(page_folder, "MAX_PROCESSES", 2)
+    monkeypatch.setattr(pictures_module, "MAX_PROCESSES", 2)
     # The forks have the formats of this process, and it raises their errors.
-    formats = rendering.FIGURE_FORMATS.set(("svg", "pdf"))
+    formats = FIGURE_FORMATS.set(("svg", "pdf"))
     try:
-        pictures = page_folder.render_pictures(plots, tmp_path, drawn.append)
+        pictures = render_pictures(plots, tmp_path, drawn.append)
         assert drawn == ["first", "second", "third"]
         for name, [picture] in pictures.items():
             assert set(picture.files) == {"svg", "narrow.svg", "pdf", "csv"}
             assert {suffix: picture.files[suffix] for suffix in expected[name][0].files} == expected[name][0].files
         with pytest.raises(ValueError, match="must have same first dimension"):
-            page_folder.render_pictures([replace(plot, panels=(BROKEN,)) for plot in plots], tmp_path)
+            render_pictures([replace(plot, panels=(BROKEN,)) for plot in plots], tmp_path)
     finally:
-        rendering.FIGURE_FORMATS.reset(formats)
+        FIGURE_FORMATS.reset(formats)
 
 
 @pytest.mark.usefixtures("svg_only")

@@ -14,7 +14,7 @@ from matplotlib.container import ErrorbarContainer
 from PIL import Image
 
 from istar.drawing import panel_drawing, rendering
-from istar.drawing.plot import Line, Panel, Plot
+from istar.drawing.plot import SUFFIXES, Line, Panel, Plot, tabulate_points
 from istar.drawing.rendering import render
 
 
@@ -28,11 +28,11 @@ SIMPLE = make_plot(Line("one", (1, 2, 3), (0.1, 0.5, 0.2)), Line("two", (1, 2, 3
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    return render(SIMPLE, rendering.SUFFIXES)
+    return render(SIMPLE, SUFFIXES)
 
 
 def test_every_figure_has_three_formats(files: dict[str, bytes]) -> None:
-    assert tuple(files) == rendering.SUFFIXES == ("svg", "pdf", "png")
+    assert tuple(files) == SUFFIXES == ("svg", "pdf", "png")
     assert files["pdf"].startswith(b"%PDF")
     assert b"<svg" in files["svg"]
     # The content of a file is always the same, and does not depend on the other formats that are written.
@@ -227,13 +227,13 @@ def test_the_points_of_a_figure_are_a_table() -> None:
     """Named positions have their names, and the cells of a heatmap those of their columns."""
     line = Line("mean", (1.0, 2.0), (0.1, 0.5), y_error=(0.01, 0.02))
     plot = Plot("n", "t", "c", "line", "x", (Panel("score", (line,), "task", "m"),), x_names={1.0: "final\nnorm"})
-    frame = rendering.tabulate_points(plot)
+    frame = tabulate_points(plot)
     assert frame.to_dict("records")[0] == {
         "panel": "task m", "quantity": "score", "line": "mean", "x": 1.0, "x_name": "final norm", "y": 0.1,
         "y_error": 0.01,
     }  # fmt: skip
     panel = Panel("rows", (Line("row", (0.0, 1.0), (0.25, 0.5)),), column_names=("a", "b"))
-    frame = rendering.tabulate_points(Plot("n", "t", "c", "heatmap", "", (panel,)))
+    frame = tabulate_points(Plot("n", "t", "c", "heatmap", "", (panel,)))
     assert frame["x_name"].tolist() == ["a", "b"]
     assert frame["y_error"].isna().all()
 

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from istar.drawing.rendering import describe, render
+from istar.drawing.plot import describe
+from istar.drawing.rendering import render
 from istar.reports import configurations, rank_figure, report
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.rank_figure import RankedMethods, rank_methods

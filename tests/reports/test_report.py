@@ -263,7 +263,9 @@ NASTY = r"""<script>alert('x')</script> & "q" _a% #1 ~ ^ $x$ {y} \z | `t` λ ± 
 def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blank = rendering.render
     monkeypatch.setattr(
-        rendering, "render", lambda plot: RENDER(plot, ["svg"]) if plot.name == "figure3" else blank(plot)
+        rendering,
+        "render",
+        lambda plot, suffixes: RENDER(plot, suffixes) if plot.name == "figure3" else blank(plot, suffixes),
     )
     model = 'mine/<b onclick="x()">$a_1$ & 100%\'s'
     for seed in (1, 2):

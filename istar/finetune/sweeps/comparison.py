@@ -1,17 +1,15 @@
-"""The table and the figure that compare the configurations of a sweep, for the terminal and as files."""
+"""The table and the figures that compare the configurations of a sweep."""
 
-import io
 from collections.abc import Mapping, Sequence
-from itertools import cycle
+from itertools import starmap
 from statistics import fmean, stdev
+from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from istar.drawing.page_tables import make_markdown_table
-from istar.drawing.rendering import COLOURS, PNG_DPI
-from istar.records.identity import label_method, shorten_model_name
+from istar.drawing.plot import Line, Panel, Plot
+from istar.records.identity import identifies_run, label_method, shorten_model_name
 from istar.records.metric_names import axis_label, format_metric, scale_for_display
 from istar.records.results import RunRecord
 
@@ -21,6 +19,7 @@ _CAPTION = (
     "Metrics in percent, next to those from a constant prediction; IsoScore of layers 1 to L before → after training."
     " Over seeds: mean ± standard deviation."
 )
+_BEFORE = "before training"
 _TITLE_COLUMNS = (0, 1, 3)  # indices of the columns that move into the title if all rows have the same value
 
 
@@ -30,7 +29,7 @@ ConfigurationsByTask = Mapping[tuple[str, str], Configurations]  # by task and m
 
 def build_comparison_table(configurations_by_task: ConfigurationsByTask) -> Table:
     """Return a table with one row per configuration; a task, model or seed that all rows share is in the title."""
-    row_groups = [list(map(build_comparison_row, group)) for group in configurations_by_task.values()]
+    row_groups = list(map(_build_rows, configurations_by_task.values()))
     rows = [row for task_rows in row_groups for row in task_rows]
     title_indices = [index for index in _TITLE_COLUMNS if len({row[index] for row in rows}) == 1]
     title = " · ".join(f"{'seed ' * (COMPARISON_COLUMNS[index] == 'seed')}{rows[0][index]}" for index in title_indices)
@@ -45,7 +44,33 @@ def build_comparison_table(configurations_by_task: ConfigurationsByTask) -> Tabl
     return table
 
 
-def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
+def label_configurations(configurations: Configurations) -> list[str]:
+    """Return a label for each configuration: its method, and the settings that differ from others of the same method.
+
+    An example is `I-STAR λ=-1 ζ=0.4 lr=1e-05`.
+    """
+    methods = [label_method(runs[0].config) for runs in configurations]
+    all_settings = [_list_settings(runs[0].config) for runs in configurations]
+    labels = []
+    for method, settings in zip(methods, all_settings, strict=True):
+        others = [other for name, other in zip(methods, all_settings, strict=True) if name == method]
+        differing = [key for key, value in settings.items() if any(other.get(key) != value for other in others)]
+        labels.append(" ".join([method, *(f"{key.rpartition('.')[2]}={settings[key]}" for key in differing)]))
+    return labels
+
+
+def _list_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that identify a run by `group.key`, without the seed."""
+    groups = {name: group for name, group in config.items() if isinstance(group, Mapping)}
+    settings = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
+    return {key: value for key, value in settings.items() if identifies_run(key)}
+
+
+def _build_rows(configurations: Configurations) -> list[list[str]]:
+    return list(map(build_comparison_row, configurations, label_configurations(configurations)))
+
+
+def build_comparison_row(runs: Sequence[RunRecord], label: str) -> list[str]:
     """Return the row of a configuration in a comparison table, with the columns `COMPARISON_COLUMNS`.
 
     The runs differ only in the seed. Metrics are in percent; the headline metric is the mean ± standard deviation over
@@ -65,7 +90,7 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
     return [
         f"{first_run.config['task']['name']}, {metric}",
         shorten_model_name(first_run.config["model"]["name"]),
-        label_method(first_run.config),
+        label,
         ",".join(str(run.config["seed"]) for run in runs),
         score,
         format_metric(metric, first_run.baseline.get(metric)),
@@ -77,71 +102,51 @@ def build_comparison_row(runs: Sequence[RunRecord]) -> list[str]:
 
 def format_comparison_as_markdown(configurations_by_task: ConfigurationsByTask) -> str:
     """Return a Markdown table with one row per configuration and the columns `COMPARISON_COLUMNS`."""
-    configurations = [runs for group in configurations_by_task.values() for runs in group]
-    return make_markdown_table([COMPARISON_COLUMNS, *map(build_comparison_row, configurations)]) + "\n"
+    rows = [row for configurations in configurations_by_task.values() for row in _build_rows(configurations)]
+    return make_markdown_table([COMPARISON_COLUMNS, *rows]) + "\n"
 
 
-def draw_comparison(configurations_by_task: ConfigurationsByTask) -> dict[str, bytes]:
-    """Draw the headline metric and IsoScore by layer, with a row of panels per task and model.
+def build_comparison_plots(configurations_by_task: ConfigurationsByTask) -> list[Plot]:
+    """Return the plots of the headline metric and of IsoScore by layer, each with a panel per task and model.
 
-    Each configuration has a colour and shows the mean over its seeds; error bars are standard deviations.
-
-    Returns:
-        The contents of `comparison.png` and `comparison.svg` by file name.
+    A configuration is shown by the mean over its seeds. Error bars and bands are standard deviations.
     """
-    num_rows = len(configurations_by_task)
-    figure = Figure(figsize=(10, 4 * num_rows), layout="constrained")
-    panels = figure.subplots(num_rows, 2, width_ratios=(2, 3), squeeze=False)
-    for (metric_axes, isoscore_axes), ((task, model), configurations) in zip(
-        panels, configurations_by_task.items(), strict=True
-    ):
-        _draw_headline_metrics(metric_axes, configurations)
-        _draw_isoscore_by_layer(isoscore_axes, configurations)
-        isoscore_axes.set_title(f"{task} · {model}", fontsize="medium", loc="right")
-    images = {}
-    for suffix in ("png", "svg"):
-        file = io.BytesIO()
-        figure.savefig(file, format=suffix, dpi=PNG_DPI)
-        images[f"comparison.{suffix}"] = file.getvalue()
-    return images
+    metric_panels, isoscore_panels = zip(*starmap(_build_panels, configurations_by_task.items()), strict=True)
+    statistics = "mean over seeds ± standard deviation"
+    metric_plot = Plot(
+        "comparison-metric", "Metrics", f"On the validation set: {statistics}.", "ranks", statistics, metric_panels
+    )
+    isoscore_plot = Plot(
+        "comparison-isoscore", "IsoScore by layer", f"On the validation set: {statistics}.", "line",
+        "layer (0: embeddings)", isoscore_panels, reference_label=_BEFORE,
+    )  # fmt: skip
+    return [metric_plot, isoscore_plot]
 
 
-def _draw_headline_metrics(axes: Axes, configurations: Configurations) -> None:
-    """Draw a bar with each configuration's mean headline metric, and its standard deviation over seeds.
-
-    A dashed line shows the score of a constant prediction if it is the same for all configurations.
-    """
-    for bar_index, (runs, colour) in enumerate(zip(configurations, cycle(COLOURS), strict=False)):
-        scores = [scale_for_display(run.headline["metric"], run.headline["value"]) for run in runs]
-        mean, std = fmean(scores), stdev(scores) if len(scores) > 1 else 0.0
-        axes.barh(bar_index, mean, color=colour, height=0.6, xerr=std or None, capsize=3)
-        label_position = (max(mean + std, 0), bar_index)
-        axes.annotate(f"{mean:.1f}", label_position, (4, 0), textcoords="offset points", ha="left", va="center")
-    axes.set_yticks(range(len(configurations)), [label_method(runs[0].config) for runs in configurations])
-    axes.invert_yaxis()
-    metrics = sorted({runs[0].headline["metric"] for runs in configurations})
-    axes.set_xlabel(f"{' / '.join(map(axis_label, metrics))}, on the validation set")
-    axes.spines[["top", "right"]].set_visible(False)
-    baselines = {runs[0].baseline.get(runs[0].headline["metric"]) for runs in configurations}
+def _build_panels(task_and_model: tuple[str, str], configurations: Configurations) -> tuple[Panel, Panel]:
+    """Return the panels of a task and a model: the headline metric, and IsoScore by layer."""
+    title, labels, first_run = " · ".join(task_and_model), label_configurations(configurations), configurations[0][0]
+    metric = first_run.headline["metric"]
+    baselines = {run.baseline.get(metric) for runs in configurations for run in runs}
     baseline = baselines.pop() if len(baselines) == 1 else None
-    if baseline is not None:
-        axes.axvline(scale_for_display(metrics[0], baseline), color="black", linestyle="--", linewidth=1)
-        axes.set_title("dashed line: a constant prediction", fontsize="medium", loc="left")
+    reference_line = None if baseline is None else (scale_for_display(metric, baseline), "a constant prediction")
+    keys = [key for key in first_run.isotropy["before"] if key != "union"]
+    layers = tuple(map(float, keys))
+    before = tuple(fmean([run.isotropy["before"][key] for run in configurations[0]]) for key in keys)
+    metric_lines, isoscore_lines = [], [Line(_BEFORE, layers, before)]
+    for row_number, (label, runs) in enumerate(zip(labels, configurations, strict=True), 1):
+        mean, error = _mean_and_error([scale_for_display(metric, run.headline["value"]) for run in runs])
+        metric_lines.append(Line(label, (mean,), (row_number,), x_error=(error,)))
+        means, errors = zip(
+            *(_mean_and_error([run.isotropy["after"][key] for run in runs]) for key in keys), strict=True
+        )
+        isoscore_lines.append(Line(label, layers, means, y_error=errors))
+    return (
+        Panel("", metric_lines, f"{axis_label(metric)}: {title}", vertical_line=reference_line),
+        Panel("IsoScore", isoscore_lines, title, y_bounds=(0, 1)),
+    )
 
 
-def _draw_isoscore_by_layer(axes: Axes, configurations: Configurations) -> None:
-    """Draw IsoScore by layer: a line per configuration after training, dotted for the first run before training."""
-    score_by_layer_before = configurations[0][0].isotropy["before"]
-    layer_keys = [layer_key for layer_key in score_by_layer_before if layer_key != "union"]
-    layer_indices = list(map(int, layer_keys))
-    for runs, colour in zip(configurations, cycle(COLOURS), strict=False):
-        mean_scores = [fmean([run.isotropy["after"][layer_key] for run in runs]) for layer_key in layer_keys]
-        axes.plot(layer_indices, mean_scores, marker="o", color=colour, label=label_method(runs[0].config))
-    scores_before = [score_by_layer_before[layer_key] for layer_key in layer_keys]
-    axes.plot(layer_indices, scores_before, color="black", linestyle=":", label="before training")
-    axes.set_xticks(layer_indices)
-    axes.set_xlabel("layer (0: embeddings)")
-    axes.set_ylabel("IsoScore")
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the standard deviation of values; the latter is 0 for a single value."""
+    return fmean(values), stdev(values) if len(values) > 1 else 0.0

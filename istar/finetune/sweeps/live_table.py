@@ -64,7 +64,7 @@ class SweepEntry:
 
     @property
     def label(self) -> str:
-        """One line that names the run by task, model, method and seed."""
+        """Task, model, method and seed, which runs may share that differ in other settings."""
         return f"{self.task} · {self.model} · {self.method} · seed {self.seed}"
 
     @property
@@ -99,6 +99,20 @@ class SweepState:
     def entries_with(self, *statuses: str) -> list[SweepEntry]:
         """Return the entries that have one of the given statuses."""
         return [entry for entry in self.entries if entry.status in statuses]
+
+    def describe(self, entry: SweepEntry) -> str:
+        """Return one line that names a run: its label and the overrides in which it differs from runs of that label."""
+        namesakes = [other for other in self.entries if other.label == entry.label]
+        return " · ".join([entry.label, *list_distinctive_overrides(entry, namesakes)])
+
+
+def list_distinctive_overrides(entry: SweepEntry, others: Sequence[SweepEntry]) -> list[str]:
+    """Return the overrides of a run that not all of `others` have, without the seed."""
+    return [
+        override
+        for override in entry.overrides
+        if not override.startswith("seed=") and not all(override in other.overrides for other in others)
+    ]
 
 
 def make_entry(trial: Trial) -> SweepEntry:
@@ -228,7 +242,9 @@ def estimate_seconds_left(state: SweepState) -> float | None:
 
 def format_result_line(state: SweepState, entry: SweepEntry) -> str:
     """Return a line about a run that has ended: how many have ended, which run it is, and its score or error."""
-    prefix = f"[{len(state.entries_with(*_END_STATUSES))}/{len(state.entries) + state.to_come}] {entry.label}: "
+    prefix = (
+        f"[{len(state.entries_with(*_END_STATUSES))}/{len(state.entries) + state.to_come}] {state.describe(entry)}: "
+    )
     if entry.value is not None and entry.error is None:
         collapsed = ", collapsed" if entry.collapsed else ""
         pruned = ", pruned" if entry.status == "pruned" else ""
@@ -269,16 +285,12 @@ def render_sweep(state: SweepState) -> Group:
             best, mean = best_entries[0], fmean(entry.value or 0 for entry in best_entries)
             seeds = "1 seed" if len(best_entries) == 1 else f"{len(best_entries)} seeds"
             score = f"{best.metric} {format_metric(best.metric or '', mean)} ({seeds})"
-            distinctive_overrides = [
-                override
-                for override in best.overrides
-                if not override.startswith("seed=") and not all(override in entry.overrides for entry in group_entries)
-            ]
-            lines.append(f"  {best.task} · {best.model} · {best.method}: {', '.join([score, *distinctive_overrides])}")
+            settings = [score, *list_distinctive_overrides(best, group_entries)]
+            lines.append(f"  {best.task} · {best.model} · {best.method}: {', '.join(settings)}")
     lines = ["best so far:", *lines] if lines else []
     for status, title in _RUNNING_TITLES.items():
         entries = state.entries_with(status)
-        lines += [f"{title}:", *map(_format_progress_line, entries)] if entries else []
+        lines += [f"{title}:", *(_format_progress_line(state, entry) for entry in entries)] if entries else []
     return Group(Text(format_status_line(state)), table, *map(Text, lines))
 
 
@@ -296,9 +308,9 @@ _RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}
 """Titles of the statuses of runs that are in progress."""
 
 
-def _format_progress_line(entry: SweepEntry) -> str:
+def _format_progress_line(state: SweepState, entry: SweepEntry) -> str:
     elapsed = f", {format_duration(time.time() - entry.started)}" if entry.started else ""
-    return f"  {entry.label}: {entry.progress or 'starting'}{elapsed}"
+    return f"  {state.describe(entry)}: {entry.progress or 'starting'}{elapsed}"
 
 
 def format_status_line(state: SweepState) -> str:

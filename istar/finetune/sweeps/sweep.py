@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from istar.drawing.pictures import render_files
 from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import is_locked, lock_folder
@@ -301,11 +302,14 @@ def print_results(runs: SweepRuns) -> int:
         if sum(map(len, groups.values())) > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
             groups = select_best_configurations(groups, runs.grid_by_run)
         markdown = comparison.format_comparison_as_markdown(groups).encode()
-        contents = {"comparison.md": markdown, **comparison.draw_comparison(groups)}
+        contents = {"comparison.md": markdown}
         with lock_folder(runs.folder):
+            plot_by_name = {plot.name: plot for plot in comparison.build_comparison_plots(groups)}
+            for name, files in render_files(plot_by_name, runs.folder, ("png", "svg")).items():
+                contents |= {f"{name}.{suffix}": content for suffix, content in files.items()}
             runs.output.write(contents)
         console.print(comparison.build_comparison_table(groups))
-        console.out(f"{runs.folder / 'comparison.png'} and .svg, .md", highlight=False)
+        console.out(f"{runs.folder}: {', '.join(contents)}", highlight=False)
     num_runs = len(runs.state.entries)
     failed_entries = runs.state.entries_with("failed")
     unfinished_entries = runs.state.entries_with("waiting", "stopped", "elsewhere")

@@ -17,6 +17,7 @@ from rich.table import Table
 from istar.drawing import page_folder
 from istar.drawing.page_folder import FIGURES, INDEX, TABLES, Page, PageKind, Section
 from istar.drawing.page_tables import EMPTY_CELL, Entry, Sheet, numeric_entries
+from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
@@ -49,7 +50,7 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
     sheet = _build_sheet(table)
     plots = [*plot_points(results.points, table), *([plot_scores(results.scores)] if len(results.scores) else [])]
     sections = [Section("correlations", sheet.title, sheet=sheet)]
-    pictures = page_folder.render_pictures(plots, out)
+    pictures = render_pictures(plots, out / FIGURES)
     sections += [Section(plot.name, plot.title, pictures=pictures[plot.name], about=[plot.caption]) for plot in plots]
     models = ", ".join(map(str, table["model"].unique()))
     page = Page(

@@ -16,6 +16,7 @@ import pandas as pd
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet
+from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory_file
@@ -258,7 +259,7 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path)
     ]
     sections += [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
     plots = _make_plots(content)
-    pictures = page_folder.render_pictures(plots, out)
+    pictures = render_pictures(plots, out / page_folder.FIGURES)
     for plot in plots:
         about = [plot.caption]
         if plot.name == "differences":

@@ -120,10 +120,9 @@ def test_a_multirun_of_two_processes_each(tmp_path, start, two_process_run):
     assert results.read_result(runs[2]).status == "finished"
     assert results.read_result(runs[2]).metrics != results.read_result(runs[1]).metrics
     [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
-    assert sorted(path.name for path in sweep.glob("comparison.*")) == [
-        "comparison.md", "comparison.png", "comparison.svg"
-    ]  # fmt: skip
-    assert "comparison.png" in done.stdout
+    figures = {f"comparison-{name}.{suffix}" for name in ("metric", "isoscore") for suffix in ("png", "svg")}
+    assert {path.name for path in sweep.glob("comparison*")} == {"comparison.md", *figures}
+    assert "comparison-metric.png" in done.stdout
 
 
 def torchrun_arguments() -> tuple[str, ...]:

@@ -2,20 +2,23 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pytest
 from rich.console import Console
 
+from istar.drawing import rendering
+from istar.drawing.pictures import render_files
 from istar.finetune.runs.run_summary import build_run_table
-from istar.finetune.sweeps import comparison
 from istar.finetune.sweeps.comparison import (
     COMPARISON_COLUMNS,
+    build_comparison_plots,
     build_comparison_row,
     build_comparison_table,
     format_comparison_as_markdown,
+    label_configurations,
 )
 from istar.records.identity import label_method
 from istar.records.results import RunRecord
@@ -65,7 +68,7 @@ def find_row(output: str, start: str) -> list[str]:
 
 
 def test_row() -> None:
-    assert dict(zip(COMPARISON_COLUMNS, build_comparison_row([make_record()]), strict=True)) == {
+    assert dict(zip(COMPARISON_COLUMNS, build_comparison_row([make_record()], "I-STAR λ=-1 ζ=0.4"), strict=True)) == {
         "task": "rte, accuracy",
         "model": "bert-base-cased",
         "method": "I-STAR λ=-1 ζ=0.4",
@@ -80,7 +83,7 @@ def test_row() -> None:
 
 def test_collapse_is_shown() -> None:
     collapsed = make_record(collapsed={"validation_matched": False, "validation_mismatched": True})
-    assert build_comparison_row([collapsed])[COMPARISON_COLUMNS.index("value")] == "70.76 (collapsed)"
+    assert build_comparison_row([collapsed], "")[COMPARISON_COLUMNS.index("value")] == "70.76 (collapsed)"
     output = " ".join(render_table(build_run_table(collapsed)).split())
     assert "Collapsed on validation_mismatched: all predictions are the same." in output
     assert "validation_matched" not in output
@@ -89,13 +92,13 @@ def test_collapse_is_shown() -> None:
 
 
 def test_no_baseline() -> None:
-    assert build_comparison_row([make_record(baseline={})])[COMPARISON_COLUMNS.index("constant")] == "-"
+    assert build_comparison_row([make_record(baseline={})], "")[COMPARISON_COLUMNS.index("constant")] == "-"
     assert "constant prediction" not in render_table(build_run_table(make_record(baseline={})))
 
 
 def test_negative_metrics() -> None:
     record = make_record(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
-    assert build_comparison_row([record])[COMPARISON_COLUMNS.index("value")] == "-5.00"
+    assert build_comparison_row([record], "")[COMPARISON_COLUMNS.index("value")] == "-5.00"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,10 @@ def test_comparison() -> None:
     columns = [name for name in COMPARISON_COLUMNS[2:] if name != "seed"]
     assert [column.header for column in table.columns] == columns
     lines = [split_cells(line) for line in render_table(table).splitlines() if len(split_cells(line)) == len(columns)]
-    assert lines[-3:] == [[row[2], *row[4:]] for row in (build_comparison_row([record]) for record in records)]
+    assert lines[-3:] == [
+        [row[2], *row[4:]]
+        for row in (build_comparison_row([record], label_method(record.config)) for record in records)
+    ]
 
 
 def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
@@ -174,7 +180,7 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
     assert first[1:3] == ["1,2,4", f"{np.mean([70, 73, 71]):.2f} ± {deviation:.2f}"]
     assert second[1:3] == ["1", "50.00"]
     assert "1 collapsed" in " ".join(
-        build_comparison_row([*records, make_seeded_record(5, 0.5, collapsed={"validation": True})])
+        build_comparison_row([*records, make_seeded_record(5, 0.5, collapsed={"validation": True})], "")
     )
 
 
@@ -188,7 +194,9 @@ def test_markdown() -> None:
     lines = format_comparison_as_markdown(group_by_task(records)).splitlines()
     assert split_cells(lines[0]) == list(COMPARISON_COLUMNS)
     assert set(split_cells(lines[1])) == {"---"}
-    assert [split_cells(line) for line in lines[2:]] == [build_comparison_row([record]) for record in records]
+    assert [split_cells(line) for line in lines[2:]] == [
+        build_comparison_row([record], label_method(record.config)) for record in records
+    ]
     assert len({line.count("|") for line in lines}) == 1
 
 
@@ -223,73 +231,91 @@ def make_drawn_record(number: int, value: float | None = None, baseline: bool = 
             "after": {**{layer: 0.1 * (number + 1) + 0.01 * int(layer) for layer in layers}, "union": 0.3},
             "points": 10,
         },
+        timing={"total": 1.0},
     )
 
 
-def test_files() -> None:
-    """Twelve runs are more than there are colours, and one score is negative."""
-    values = [None] * 11 + [-0.3]
-    files = comparison.draw_comparison(group_by_task([make_drawn_record(*numbered) for numbered in enumerate(values)]))
-    assert list(files) == ["comparison.png", "comparison.svg"]
-    png = files["comparison.png"]
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = (int.from_bytes(png[offset : offset + 4], "big") for offset in (16, 20))
-    assert (width, height) == (3000, 1200)  # 10 by 4 inches
-    root = ElementTree.fromstring(files["comparison.svg"])
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+def draw(records: list[RunRecord], folder: Path) -> dict[str, dict[str, bytes]]:
+    plots = build_comparison_plots(group_by_task(records))
+    return render_files({plot.name: plot for plot in plots}, folder, ("png", "svg"))
 
 
-def draw_figure(monkeypatch: pytest.MonkeyPatch, records: list[RunRecord]) -> Any:
-    """Draw the comparison of records and return the figure, which is not saved."""
-    figures: list[Any] = []
-    monkeypatch.setattr(comparison.Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
-    comparison.draw_comparison(group_by_task(records))
-    monkeypatch.undo()
-    return figures[0]
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve runs are more than there are colours, and one score is negative. Files that are there are not drawn."""
+    records = [make_drawn_record(number, value) for number, value in enumerate([None] * 11 + [-0.3])]
+    files_by_name = draw(records, tmp_path)
+    assert list(files_by_name) == ["comparison-metric", "comparison-isoscore"]
+    for name, files in files_by_name.items():
+        assert files["png"].startswith(b"\x89PNG\r\n\x1a\n")
+        assert ElementTree.fromstring(files["svg"]).tag == "{http://www.w3.org/2000/svg}svg"
+        for suffix, content in files.items():
+            (tmp_path / f"{name}.{suffix}").write_bytes(content)
+    drawn: list[str] = []
+    render = rendering.render
+    monkeypatch.setattr(rendering, "render", lambda plot, suffixes: drawn.append(plot.name) or render(plot, suffixes))
+    assert draw(records, tmp_path) == files_by_name
+    assert drawn == []
+    draw([*records[:11], make_drawn_record(11, -0.2)], tmp_path)
+    assert drawn == ["comparison-metric"]
 
 
-def test_a_row_of_panels_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panel_per_task() -> None:
     records = [make_drawn_record(number) for number in range(4)]
     for record in records[::2]:
         record.config["task"] = {"name": "stsb"}
-    axes = draw_figure(monkeypatch, records).axes
-    assert [panel.get_title(loc="right") for panel in axes[1::2]] == ["stsb · bert", "rte · bert"]
-    assert [bar.get_width() for bar in axes[0].patches] == pytest.approx([60, 70])
-    assert [bar.get_width() for bar in axes[2].patches] == pytest.approx([65, 75])
+    metric_plot, isoscore_plot = build_comparison_plots(group_by_task(records))
+    assert [panel.title for panel in isoscore_plot.panels] == ["stsb · bert", "rte · bert"]
+    assert [panel.title for panel in metric_plot.panels] == [
+        "accuracy, percent: stsb · bert", "accuracy, percent: rte · bert"
+    ]  # fmt: skip
+    means = [[line.x[0] for line in panel.lines] for panel in metric_plot.panels]
+    assert means == [pytest.approx([60, 70]), pytest.approx([65, 75])]
 
 
-def test_numbers_in_the_figure_are_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_in_the_plots_are_the_records() -> None:
     records = [make_drawn_record(number) for number in range(4)]
-    score_panel, isotropy_panel = draw_figure(monkeypatch, records).axes
-    assert [bar.get_width() for bar in score_panel.patches] == pytest.approx([60, 65, 70, 75])
-    assert [text.get_text() for text in score_panel.texts] == ["60.0", "65.0", "70.0", "75.0"]
-    assert [label.get_text() for label in score_panel.get_yticklabels()] == METHODS
-    assert "accuracy" in score_panel.get_xlabel()
-    # The y axis is inverted, so that the first run is on top.
-    bottom, top = score_panel.get_ylim()
-    assert bottom > top
-    assert score_panel.lines[0].get_xdata() == [50, 50]
-
-    line_by_label = {line.get_label(): line for line in isotropy_panel.lines}
-    assert list(line_by_label) == [*METHODS, "before training"]
-    for record, name in zip(records, METHODS, strict=True):
-        assert list(line_by_label[name].get_xdata()) == list(range(13))
-        after = [record.isotropy["after"][str(layer)] for layer in range(13)]
-        assert list(line_by_label[name].get_ydata()) == pytest.approx(after)
-    assert list(line_by_label["before training"].get_ydata()) == pytest.approx(
-        [0.1 + 0.01 * layer for layer in range(13)]
-    )
-    assert isotropy_panel.get_ylim()[0] == 0
-    # A run has the same colour in both panels.
-    assert [bar.get_facecolor()[:3] for bar in score_panel.patches] == [
-        matplotlib.colors.to_rgb(line_by_label[name].get_color()) for name in METHODS
+    [score_panel], [isoscore_panel] = (plot.panels for plot in build_comparison_plots(group_by_task(records)))
+    assert [(line.label, line.x, line.x_error) for line in score_panel.lines] == [
+        (method, (pytest.approx(score),), (0.0,)) for method, score in zip(METHODS, (60, 65, 70, 75), strict=True)
     ]
+    assert score_panel.vertical_line == (50, "a constant prediction")
+    line_by_label = {line.label: line for line in isoscore_panel.lines}
+    assert list(line_by_label) == ["before training", *METHODS]
+    for record, name in zip(records, METHODS, strict=True):
+        assert line_by_label[name].x == tuple(range(13))
+        assert line_by_label[name].y == tuple(record.isotropy["after"][str(layer)] for layer in range(13))
+    assert line_by_label["before training"].y == pytest.approx([0.1 + 0.01 * layer for layer in range(13)])
+
+
+def test_seeds_are_a_mean_with_a_standard_deviation() -> None:
+    records = [make_drawn_record(number) for number in (0, 6, 12)]  # the same method
+    scores, isoscores = [60, 66, 75], [record.isotropy["after"]["3"] for record in records]
+    for record, score in zip(records, scores, strict=True):
+        record.headline["value"] = score / 100
+    [score_panel], [isoscore_panel] = (plot.panels for plot in build_comparison_plots(group_by_task(records)))
+    [line] = score_panel.lines
+    assert (*line.x, *line.x_error) == pytest.approx((np.mean(scores), np.std(scores, ddof=1)))
+    _, after = isoscore_panel.lines
+    assert (after.y[3], after.y_error[3]) == pytest.approx((np.mean(isoscores), np.std(isoscores, ddof=1)))
 
 
 @pytest.mark.parametrize(
     "records", [[make_drawn_record(0, baseline=False)], [make_drawn_record(0), make_drawn_record(1, baseline=False)]]
 )
-def test_no_common_baseline_no_line(monkeypatch: pytest.MonkeyPatch, records: list[RunRecord]) -> None:
-    score_panel = draw_figure(monkeypatch, records).axes[0]
-    assert not score_panel.lines
-    assert "constant" not in score_panel.get_title(loc="left")
+def test_no_common_baseline_no_line(records: list[RunRecord]) -> None:
+    metric_plot, _ = build_comparison_plots(group_by_task(records))
+    assert metric_plot.panels[0].vertical_line is None
+
+
+def test_configurations_of_a_method_are_told_apart() -> None:
+    """The labels of a grid over the learning rate name it; they used to be the method alone, the same for all."""
+    records = [make_drawn_record(number) for number in (0, 0, 1, 1, 2)]
+    for record, rate in zip(records, (1e-5, 3e-5, 1e-5, 3e-5, 1e-5), strict=True):
+        record.config["optim"] = {"lr": rate, "weight_decay": 0.01}
+        record.config["run"] = {"root": f"runs-{rate}"}  # does not identify a run
+    [group] = group_by_task(records).values()
+    labels = ["Base lr=1e-05", "Base lr=3e-05", f"{METHODS[1]} lr=1e-05", f"{METHODS[1]} lr=3e-05", METHODS[2]]
+    assert label_configurations(group) == labels
+    table = format_comparison_as_markdown(group_by_task(records)).splitlines()
+    assert [split_cells(row)[2] for row in table[2:]] == labels
+    assert [line.label for line in build_comparison_plots(group_by_task(records))[0].panels[0].lines] == labels

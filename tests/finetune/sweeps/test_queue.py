@@ -206,7 +206,7 @@ def test_the_folder_of_a_sweep_is_written_by_one_command_at_a_time(
 
 def test_fail_fast_starts_no_further_runs(make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those of the grid nor the repetitions of the best."""
-    monkeypatch.setattr(comparison, "draw_comparison", lambda records: {})
+    monkeypatch.setattr(comparison, "build_comparison_plots", lambda records: [])
     Run.failing_seeds = {2}
     request = make_runs("sweep.fail_fast=true", "sweep.seeds=[1,7]", *GRID).request
     assert sweep.run_sweep(request, Console(quiet=True)) == 1
