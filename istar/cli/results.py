@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
             raise UserError(f"{option} {name}: unknown column{hint}")
     frame = run_frame.sort_runs(frame, options.sort)
     console = make_console()
-    printed_frame = frame[options.columns or list(run_frame.MAIN_COLUMNS)]
+    printed_frame = frame[options.columns or run_frame.list_default_columns(frame)]
     if options.json:
         print(printed_frame.to_json(orient="records", indent=2, force_ascii=False))
     elif not console.is_terminal:

@@ -79,11 +79,12 @@ def configuration_hash(config: Mapping[str, Any], data: str = "", ignored_key: s
 
 
 def identifies_run(key: str) -> bool:
-    """Return whether a config key, `group.key`, is part of a run's identity (see `identity_hash`)."""
+    """Return whether a key is a config key, `group.key`, and part of a run's identity (see `identity_hash`)."""
     from istar.records.config.groups import Config
 
     group, _, name = key.partition(".")
-    return name in _select_identity_values(Config, {group: {name: None}}).get(group, {})
+    is_group = group in {f.name for f in fields(Config)}
+    return is_group and name in _select_identity_values(Config, {group: {name: None}}).get(group, {})
 
 
 def find_method(config: Mapping[str, Any]) -> str:

@@ -1,10 +1,10 @@
 """Runs as rows of tables and entries of plans: their columns, and groups of the runs that a table compares."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypedDict
 
-from istar.records.identity import configuration_hash, label_method, shorten_model_name
+from istar.records.identity import configuration_hash, identifies_run, label_method, shorten_model_name
 from istar.records.results import RunRecord
 
 RUN_COLUMNS = (
@@ -47,6 +47,19 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
     config_groups = {name: group for name, group in config.items() if isinstance(group, dict)}
     settings = {f"{name}.{key}": value for name, group in config_groups.items() for key, value in group.items()}
     return {**dict(zip(RUN_COLUMNS, column_values, strict=True)), **metrics, **settings}
+
+
+def find_distinctive_settings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the config keys in which runs of the same task, model and method differ; rows are as of `record_to_row`.
+
+    Keys that do not identify a run, such as `run.root`, are left out.
+    """
+    rows_by_method: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        rows_by_method.setdefault((row["task"], row["model"], row["method"]), []).append(row)
+    groups = list(rows_by_method.values())
+    keys = filter(identifies_run, dict.fromkeys(key for group in groups for key in group[0] if "." in key))
+    return [key for key in keys if any(len({str(row.get(key)) for row in group}) > 1 for group in groups)]
 
 
 def describe_smoke_runs(count: int) -> str:

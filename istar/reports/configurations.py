@@ -291,7 +291,7 @@ def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> 
         key
         for key in first
         if "." in key
-        and not key.startswith(("reg.", "validation.", "task.name"))
+        and not key.startswith(("reg.", "task.name"))
         and identifies_run(key)
         and str(first[key]) != str(second.get(key))
     ]

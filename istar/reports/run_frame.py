@@ -17,7 +17,7 @@ from istar.files.outputs import Output
 from istar.files.writing import to_csv
 from istar.records.metric_names import format_metric, format_number, merit
 from istar.records.results import CONFIG, RESULT, RunRecord, check_runs_folder, read_result, read_unfinished
-from istar.records.run_rows import RUN_COLUMNS, describe_smoke_runs, record_to_row
+from istar.records.run_rows import RUN_COLUMNS, describe_smoke_runs, find_distinctive_settings, record_to_row
 
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder replaced by `run.overwrite=true`
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
@@ -25,12 +25,11 @@ MAIN_COLUMNS = (
     "name", "task", "model", "method", "seed", "metric", "value", "constant", "epoch", "isoscore_before",
     "isoscore_after", "seconds", "status", "error",
 )  # fmt: skip
-"""Columns of `Runs.frame` that `istar results` prints by default."""
+"""Columns of `Runs.frame` that `istar results` prints by default; see also `list_default_columns`."""
 _LEAST_IMPORTANT_COLUMNS = (
     "seconds", "epoch", "constant", "error", "model", "task", "metric", "isoscore_before", "status", "isoscore_after",
-    "seed", "method",
 )  # fmt: skip
-"""Columns that a narrow terminal lacks, the first ones first."""
+"""Columns that a narrow terminal lacks, the first ones first, then the settings that differ, `seed` and `method`."""
 _METRIC_COLUMNS = ("value", "constant", "selection")
 _FORMAT_SPECS = {"isoscore_before": ".4f", "isoscore_after": ".4f", "seconds": ".0f", "epoch": ".0f"}
 _COLUMN_GAP = 2
@@ -178,22 +177,32 @@ def sort_runs(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     return frame.loc[order]
 
 
+def list_default_columns(frame: pd.DataFrame) -> list[str]:
+    """Return `MAIN_COLUMNS` and, after the method, the config keys in which runs of the same method differ."""
+    after_method = MAIN_COLUMNS.index("method") + 1
+    rows = [{str(column): value for column, value in row.items()} for row in frame.to_dict("records")]
+    settings = find_distinctive_settings(rows)
+    return [*MAIN_COLUMNS[:after_method], *settings, *MAIN_COLUMNS[after_method:]]
+
+
 def build_runs_table(frame: pd.DataFrame, columns: Sequence[str], width: int) -> tuple[Table, list[str]]:
     """Return a table of runs that is at most `width` wide, and the names of the columns that it lacks for this reason.
 
-    Without `columns`, the table begins with those of `MAIN_COLUMNS` that have values, and loses the least important
-    ones until it fits. Of the given `columns` it loses none: their cells are folded, and never cut.
+    Without `columns`, the table begins with the default columns that have values, and loses the least important ones
+    until it fits. Of the given `columns` it loses none: their cells are folded, and never cut.
     """
     # pandas marks missing values as NaN, which would be printed as a word.
     runs = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    shown = columns or [column for column in MAIN_COLUMNS if column == "name" or frame[column].notna().any()]
+    defaults = list_default_columns(frame)
+    shown = columns or [column for column in defaults if column == "name" or frame[column].notna().any()]
+    settings = [column for column in defaults if column not in MAIN_COLUMNS]
     cells_by_column = {column: [_format_run_cell(run, column) for run in runs] for column in shown}
     widths = {
         column: _COLUMN_GAP + max(map(cell_len, [*column.split("_"), *cells]))
         for column, cells in cells_by_column.items()
     }
     dropped = []
-    for column in _LEAST_IMPORTANT_COLUMNS:
+    for column in (*_LEAST_IMPORTANT_COLUMNS, *settings, "seed", "method"):
         if column in cells_by_column and not columns and sum(widths.values()) - _COLUMN_GAP > width:
             del widths[column], cells_by_column[column]
             dropped.append(column)

@@ -119,4 +119,5 @@ def test_the_report_and_the_sweep_agree(tmp_path: Any) -> None:
 def test_the_keys_that_identify_a_run() -> None:
     assert all(map(identifies_run, ("optim.lr", "trainer.max_steps", "task.limit_train", "reg.zeta")))
     others = ("trainer.accelerator", "data.num_workers", "run.root", "logger.project", "task.data_dir", "model.name")
+    others += ("validation.f1", "no.key")
     assert not any(map(identifies_run, others))

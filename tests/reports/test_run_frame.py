@@ -19,7 +19,14 @@ from istar.errors import UserError
 from istar.records.config import Config
 from istar.records.config.schema import to_dict
 from istar.records.results import RESULT, RunRecord, write_result
-from istar.reports.run_frame import MAIN_COLUMNS, build_runs_table, export_frame, read_runs, sort_runs
+from istar.reports.run_frame import (
+    MAIN_COLUMNS,
+    build_runs_table,
+    export_frame,
+    list_default_columns,
+    read_runs,
+    sort_runs,
+)
 
 
 @pytest.fixture
@@ -238,6 +245,17 @@ def test_outside_of_a_terminal_nothing_is_cut_or_rounded(
         {"name": "high", "reg.lambda": 1.0, "value": 0.75},
         {"name": "low", "reg.lambda": -1.0, "value": 0.25},
     ]
+
+
+def test_settings_that_tell_runs_apart_are_columns(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
+    """Runs of two penalties differ in other keys too, and so do runs in other folders; these need no column."""
+    write_run("slow", "reg=istar", "optim.lr=1e-5", "run.root=a", "seed=1")
+    write_run("fast", "reg=istar", "optim.lr=3e-5", "run.root=b", "seed=2")
+    assert "optim.lr" not in list_default_columns(read_runs(tmp_path).frame.iloc[:1])
+    write_run("other", "reg=none", "optim.lr=3e-5", "data.batch_size=8")
+    columns = list_default_columns(read_runs(tmp_path).frame)
+    assert [column for column in columns if column not in MAIN_COLUMNS] == ["optim.lr"]
+    assert columns[columns.index("method") + 1] == "optim.lr"
 
 
 def test_a_narrow_table_lacks_columns_but_no_digits(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:

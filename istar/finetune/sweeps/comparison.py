@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 from statistics import fmean, stdev
-from typing import Any
 
 from rich.table import Table
 
 from istar.drawing.page_tables import make_markdown_table
 from istar.drawing.plot import Line, Panel, Plot
-from istar.records.identity import identifies_run, label_method, shorten_model_name
+from istar.records.identity import shorten_model_name
 from istar.records.metric_names import axis_label, format_metric, scale_for_display
 from istar.records.results import RunRecord
+from istar.records.run_rows import find_distinctive_settings, record_to_row
 
 COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
 """Columns of the table that compares configurations."""
@@ -49,21 +49,12 @@ def label_configurations(configurations: Configurations) -> list[str]:
 
     An example is `I-STAR λ=-1 ζ=0.4 lr=1e-05`.
     """
-    methods = [label_method(runs[0].config) for runs in configurations]
-    all_settings = [_list_settings(runs[0].config) for runs in configurations]
+    rows = [record_to_row(runs[0]) for runs in configurations]
     labels = []
-    for method, settings in zip(methods, all_settings, strict=True):
-        others = [other for name, other in zip(methods, all_settings, strict=True) if name == method]
-        differing = [key for key, value in settings.items() if any(other.get(key) != value for other in others)]
-        labels.append(" ".join([method, *(f"{key.rpartition('.')[2]}={settings[key]}" for key in differing)]))
+    for row in rows:
+        keys = find_distinctive_settings([other for other in rows if other["method"] == row["method"]])
+        labels.append(" ".join([row["method"], *(f"{key.rpartition('.')[2]}={row[key]}" for key in keys)]))
     return labels
-
-
-def _list_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that identify a run by `group.key`, without the seed."""
-    groups = {name: group for name, group in config.items() if isinstance(group, Mapping)}
-    settings = {f"{name}.{key}": value for name, group in groups.items() for key, value in group.items()}
-    return {key: value for key, value in settings.items() if identifies_run(key)}
 
 
 def _build_rows(configurations: Configurations) -> list[list[str]]:
