@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from istar.records.identity import configuration_hash, identifies_run, label_method, shorten_model_name
 from istar.records.results import RunRecord
@@ -49,26 +49,20 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
     return {**dict(zip(RUN_COLUMNS, column_values, strict=True)), **metrics, **settings}
 
 
-def find_distinctive_settings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the config keys in which runs of the same task, model and method differ; rows are as of `record_to_row`.
-
-    Keys that do not identify a run, such as `run.root`, are left out.
-    """
-    rows_by_method: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        rows_by_method.setdefault((row["task"], row["model"], row["method"]), []).append(row)
-    groups = list(rows_by_method.values())
-    keys = filter(identifies_run, dict.fromkeys(key for group in groups for key in group[0] if "." in key))
-    return [key for key in keys if any(len({str(row.get(key)) for row in group}) > 1 for group in groups)]
-
-
 def describe_smoke_runs(count: int) -> str:
     """Return a sentence that says how many smoke runs were left out."""
     runs = "1 smoke run is" if count == 1 else f"{count} smoke runs are"
     return f"{runs} not counted (debug=smoke or trainer.fast_dev_run): smoke runs only test a config"
 
 
-def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[list[RunRecord]]]:
+class Configuration(NamedTuple):
+    """Runs that differ in the seed only."""
+
+    label: str  # the method, and the settings that differ from others of the same method: `I-STAR λ=-1 ζ=0.4 lr=1e-05`
+    runs: list[RunRecord]
+
+
+def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[Configuration]]:
     """Group runs by task and model, then by configuration, in the order of `records`; see `configuration_hash`."""
     runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
@@ -76,9 +70,38 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[li
         configuration = configuration_hash(record.config, record.data.get("fingerprint", ""))
         runs_by_task.setdefault(task_and_model, {}).setdefault(configuration, []).append(record)
     return {
-        task_and_model: list(runs_by_configuration.values())
+        task_and_model: list(map(Configuration, _label(runs_by_configuration.values()), runs_by_configuration.values()))
         for task_and_model, runs_by_configuration in runs_by_task.items()
     }
+
+
+def _label(configurations: Iterable[Sequence[RunRecord]]) -> list[str]:
+    """Return the label of each configuration of a task and a model."""
+    rows = [record_to_row(runs[0]) for runs in configurations]
+    labels = []
+    for row in rows:
+        keys = find_distinctive_settings(other for other in rows if other["method"] == row["method"])
+        labels.append(" ".join([row["method"], *(f"{key.rpartition('.')[2]}={row[key]}" for key in keys)]))
+    return labels
+
+
+def find_distinctive_settings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the config keys in which runs of the same task, model and method differ; rows are as of `record_to_row`.
+
+    Keys that do not identify a run, such as `run.root`, are left out, except paths of data and models, which may have
+    different files.
+    """
+    rows_by_method: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        rows_by_method.setdefault((row["task"], row["model"], row["method"]), []).append(row)
+    groups = list(rows_by_method.values())
+    keys = dict.fromkeys(key for group in groups for key in group[0] if "." in key)
+    return [
+        key
+        for key in keys
+        if (identifies_run(key) or key in ("task.data_dir", "model.name"))
+        and any(len({str(row.get(key)) for row in group}) > 1 for group in groups)
+    ]
 
 
 def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:

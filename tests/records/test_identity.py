@@ -60,7 +60,7 @@ def test_seeds_on_other_hardware_are_one_configuration(make_other: Callable[[], 
     first, other = to_dict(make_config(seed=1)), to_dict(make_other())
     assert configuration_hash(first) == configuration_hash(other)
     records = [RunRecord(str(number), "finished", config) for number, config in enumerate((first, other))]
-    assert [len(runs) for [runs] in group_by_task(records).values()] == [2]
+    assert [len(configuration.runs) for [configuration] in group_by_task(records).values()] == [2]
 
 
 @pytest.mark.parametrize("change", [{"optim__lr": 1e-3}, {"model__lora": True}, {"reg": "cosreg"}])

@@ -10,8 +10,7 @@ from istar.drawing.page_tables import make_markdown_table
 from istar.drawing.plot import Line, Panel, Plot
 from istar.records.identity import shorten_model_name
 from istar.records.metric_names import axis_label, format_metric, scale_for_display
-from istar.records.results import RunRecord
-from istar.records.run_rows import find_distinctive_settings, record_to_row
+from istar.records.run_rows import Configuration
 
 COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
 """Columns of the table that compares configurations."""
@@ -23,13 +22,12 @@ _BEFORE = "before training"
 _TITLE_COLUMNS = (0, 1, 3)  # indices of the columns that move into the title if all rows have the same value
 
 
-Configurations = Sequence[Sequence[RunRecord]]  # the runs of each configuration of a task and a model
-ConfigurationsByTask = Mapping[tuple[str, str], Configurations]  # by task and model, as `group_by_task` returns them
+ConfigurationsByTask = Mapping[tuple[str, str], Sequence[Configuration]]  # by task and model, see `group_by_task`
 
 
 def build_comparison_table(configurations_by_task: ConfigurationsByTask) -> Table:
     """Return a table with one row per configuration; a task, model or seed that all rows share is in the title."""
-    row_groups = list(map(_build_rows, configurations_by_task.values()))
+    row_groups = [list(map(build_comparison_row, group)) for group in configurations_by_task.values()]
     rows = [row for task_rows in row_groups for row in task_rows]
     title_indices = [index for index in _TITLE_COLUMNS if len({row[index] for row in rows}) == 1]
     title = " · ".join(f"{'seed ' * (COMPARISON_COLUMNS[index] == 'seed')}{rows[0][index]}" for index in title_indices)
@@ -44,30 +42,12 @@ def build_comparison_table(configurations_by_task: ConfigurationsByTask) -> Tabl
     return table
 
 
-def label_configurations(configurations: Configurations) -> list[str]:
-    """Return a label for each configuration: its method, and the settings that differ from others of the same method.
-
-    An example is `I-STAR λ=-1 ζ=0.4 lr=1e-05`.
-    """
-    rows = [record_to_row(runs[0]) for runs in configurations]
-    labels = []
-    for row in rows:
-        keys = find_distinctive_settings([other for other in rows if other["method"] == row["method"]])
-        labels.append(" ".join([row["method"], *(f"{key.rpartition('.')[2]}={row[key]}" for key in keys)]))
-    return labels
-
-
-def _build_rows(configurations: Configurations) -> list[list[str]]:
-    return list(map(build_comparison_row, configurations, label_configurations(configurations)))
-
-
-def build_comparison_row(runs: Sequence[RunRecord], label: str) -> list[str]:
+def build_comparison_row(configuration: Configuration) -> list[str]:
     """Return the row of a configuration in a comparison table, with the columns `COMPARISON_COLUMNS`.
 
-    The runs differ only in the seed. Metrics are in percent; the headline metric is the mean ± standard deviation over
-    the seeds.
+    Metrics are in percent; the headline metric is the mean ± standard deviation over the seeds.
     """
-    first_run = runs[0]
+    runs, first_run = configuration.runs, configuration.runs[0]
     metric = first_run.headline["metric"]
     scores = [scale_for_display(metric, run.headline["value"]) for run in runs]
     score = f"{fmean(scores):.2f}" + (f" ± {stdev(scores):.2f}" if len(runs) > 1 else "")
@@ -81,7 +61,7 @@ def build_comparison_row(runs: Sequence[RunRecord], label: str) -> list[str]:
     return [
         f"{first_run.config['task']['name']}, {metric}",
         shorten_model_name(first_run.config["model"]["name"]),
-        label,
+        configuration.label,
         ",".join(str(run.config["seed"]) for run in runs),
         score,
         format_metric(metric, first_run.baseline.get(metric)),
@@ -93,8 +73,8 @@ def build_comparison_row(runs: Sequence[RunRecord], label: str) -> list[str]:
 
 def format_comparison_as_markdown(configurations_by_task: ConfigurationsByTask) -> str:
     """Return a Markdown table with one row per configuration and the columns `COMPARISON_COLUMNS`."""
-    rows = [row for configurations in configurations_by_task.values() for row in _build_rows(configurations)]
-    return make_markdown_table([COMPARISON_COLUMNS, *rows]) + "\n"
+    configurations = [configuration for group in configurations_by_task.values() for configuration in group]
+    return make_markdown_table([COMPARISON_COLUMNS, *map(build_comparison_row, configurations)]) + "\n"
 
 
 def build_comparison_plots(configurations_by_task: ConfigurationsByTask) -> list[Plot]:
@@ -114,18 +94,19 @@ def build_comparison_plots(configurations_by_task: ConfigurationsByTask) -> list
     return [metric_plot, isoscore_plot]
 
 
-def _build_panels(task_and_model: tuple[str, str], configurations: Configurations) -> tuple[Panel, Panel]:
+def _build_panels(task_and_model: tuple[str, str], configurations: Sequence[Configuration]) -> tuple[Panel, Panel]:
     """Return the panels of a task and a model: the headline metric, and IsoScore by layer."""
-    title, labels, first_run = " · ".join(task_and_model), label_configurations(configurations), configurations[0][0]
+    title, first_runs = " · ".join(task_and_model), configurations[0].runs
+    first_run = first_runs[0]
     metric = first_run.headline["metric"]
-    baselines = {run.baseline.get(metric) for runs in configurations for run in runs}
+    baselines = {run.baseline.get(metric) for _, runs in configurations for run in runs}
     baseline = baselines.pop() if len(baselines) == 1 else None
     reference_line = None if baseline is None else (scale_for_display(metric, baseline), "a constant prediction")
     keys = [key for key in first_run.isotropy["before"] if key != "union"]
     layers = tuple(map(float, keys))
-    before = tuple(fmean([run.isotropy["before"][key] for run in configurations[0]]) for key in keys)
+    before = tuple(fmean([run.isotropy["before"][key] for run in first_runs]) for key in keys)
     metric_lines, isoscore_lines = [], [Line(_BEFORE, layers, before)]
-    for row_number, (label, runs) in enumerate(zip(labels, configurations, strict=True), 1):
+    for row_number, (label, runs) in enumerate(configurations, 1):
         mean, error = _mean_and_error([scale_for_display(metric, run.headline["value"]) for run in runs])
         metric_lines.append(Line(label, (mean,), (row_number,), x_error=(error,)))
         means, errors = zip(

@@ -26,7 +26,7 @@ from istar.records import results
 from istar.records.config import Config, WandbConfig
 from istar.records.identity import find_method, shorten_model_name
 from istar.records.results import RunRecord
-from istar.records.run_rows import describe_smoke_runs, group_by_task, selection_sort_key
+from istar.records.run_rows import Configuration, describe_smoke_runs, group_by_task, selection_sort_key
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.study import Study
@@ -332,13 +332,14 @@ def select_best_configurations(
     """
     best_by_task = {}
     for task_and_model, configurations in configurations_by_task.items():
-        runs_by_key: dict[tuple[str, str], list[Sequence[RunRecord]]] = {}
-        for runs in configurations:
+        candidates_by_key: dict[tuple[str, str], list[Configuration]] = {}
+        for configuration in configurations:
+            runs = configuration.runs
             grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
-            runs_by_key.setdefault((find_method(runs[0].config), grid), []).append(runs)
+            candidates_by_key.setdefault((find_method(runs[0].config), grid), []).append(configuration)
         best_by_task[task_and_model] = [
-            max(candidates, key=lambda runs: selection_sort_key([run.selection_merit for run in runs]))
-            for candidates in runs_by_key.values()
+            max(candidates, key=lambda one: selection_sort_key([run.selection_merit for run in one.runs]))
+            for candidates in candidates_by_key.values()
         ]
     return best_by_task
 

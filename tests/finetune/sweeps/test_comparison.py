@@ -18,11 +18,10 @@ from istar.finetune.sweeps.comparison import (
     build_comparison_row,
     build_comparison_table,
     format_comparison_as_markdown,
-    label_configurations,
 )
 from istar.records.identity import label_method
 from istar.records.results import RunRecord
-from istar.records.run_rows import group_by_task
+from istar.records.run_rows import Configuration, group_by_task
 
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
@@ -67,8 +66,12 @@ def find_row(output: str, start: str) -> list[str]:
     )
 
 
+def make_row(label: str, *records: RunRecord) -> list[str]:
+    return build_comparison_row(Configuration(label, list(records)))
+
+
 def test_row() -> None:
-    assert dict(zip(COMPARISON_COLUMNS, build_comparison_row([make_record()], "I-STAR λ=-1 ζ=0.4"), strict=True)) == {
+    assert dict(zip(COMPARISON_COLUMNS, make_row("I-STAR λ=-1 ζ=0.4", make_record()), strict=True)) == {
         "task": "rte, accuracy",
         "model": "bert-base-cased",
         "method": "I-STAR λ=-1 ζ=0.4",
@@ -83,7 +86,7 @@ def test_row() -> None:
 
 def test_collapse_is_shown() -> None:
     collapsed = make_record(collapsed={"validation_matched": False, "validation_mismatched": True})
-    assert build_comparison_row([collapsed], "")[COMPARISON_COLUMNS.index("value")] == "70.76 (collapsed)"
+    assert make_row("", collapsed)[COMPARISON_COLUMNS.index("value")] == "70.76 (collapsed)"
     output = " ".join(render_table(build_run_table(collapsed)).split())
     assert "Collapsed on validation_mismatched: all predictions are the same." in output
     assert "validation_matched" not in output
@@ -92,13 +95,13 @@ def test_collapse_is_shown() -> None:
 
 
 def test_no_baseline() -> None:
-    assert build_comparison_row([make_record(baseline={})], "")[COMPARISON_COLUMNS.index("constant")] == "-"
+    assert make_row("", make_record(baseline={}))[COMPARISON_COLUMNS.index("constant")] == "-"
     assert "constant prediction" not in render_table(build_run_table(make_record(baseline={})))
 
 
 def test_negative_metrics() -> None:
     record = make_record(headline={"metric": "matthews_correlation", "value": -0.05, "epoch": 1})
-    assert build_comparison_row([record], "")[COMPARISON_COLUMNS.index("value")] == "-5.00"
+    assert make_row("", record)[COMPARISON_COLUMNS.index("value")] == "-5.00"
 
 
 @pytest.mark.parametrize(
@@ -153,8 +156,7 @@ def test_comparison() -> None:
     assert [column.header for column in table.columns] == columns
     lines = [split_cells(line) for line in render_table(table).splitlines() if len(split_cells(line)) == len(columns)]
     assert lines[-3:] == [
-        [row[2], *row[4:]]
-        for row in (build_comparison_row([record], label_method(record.config)) for record in records)
+        [row[2], *row[4:]] for row in (make_row(label_method(record.config), record) for record in records)
     ]
 
 
@@ -179,9 +181,7 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
     deviation = np.std([70, 73, 71], ddof=1)
     assert first[1:3] == ["1,2,4", f"{np.mean([70, 73, 71]):.2f} ± {deviation:.2f}"]
     assert second[1:3] == ["1", "50.00"]
-    assert "1 collapsed" in " ".join(
-        build_comparison_row([*records, make_seeded_record(5, 0.5, collapsed={"validation": True})], "")
-    )
+    assert "1 collapsed" in " ".join(make_row("", *records, make_seeded_record(5, 0.5, collapsed={"validation": True})))
 
 
 def make_seeded_record(seed: int, value: float, **fields: Any) -> RunRecord:
@@ -195,7 +195,7 @@ def test_markdown() -> None:
     assert split_cells(lines[0]) == list(COMPARISON_COLUMNS)
     assert set(split_cells(lines[1])) == {"---"}
     assert [split_cells(line) for line in lines[2:]] == [
-        build_comparison_row([record], label_method(record.config)) for record in records
+        make_row(label_method(record.config), record) for record in records
     ]
     assert len({line.count("|") for line in lines}) == 1
 
@@ -315,7 +315,7 @@ def test_configurations_of_a_method_are_told_apart() -> None:
         record.config["run"] = {"root": f"runs-{rate}"}  # does not identify a run
     [group] = group_by_task(records).values()
     labels = ["Base lr=1e-05", "Base lr=3e-05", f"{METHODS[1]} lr=1e-05", f"{METHODS[1]} lr=3e-05", METHODS[2]]
-    assert label_configurations(group) == labels
+    assert [configuration.label for configuration in group] == labels
     table = format_comparison_as_markdown(group_by_task(records)).splitlines()
     assert [split_cells(row)[2] for row in table[2:]] == labels
     assert [line.label for line in build_comparison_plots(group_by_task(records))[0].panels[0].lines] == labels

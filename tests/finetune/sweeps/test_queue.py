@@ -365,8 +365,11 @@ def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) 
                 {f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= repetition for repetition in repetitions
             )
     [best] = select_best_configurations(group_by_task(records), sweep_runs.grid_by_run).values()
-    configs = [run.config for [run] in best]
+    configs = [run.config for _, [run] in best]
     assert {(config["reg"]["lambda"], config["optim"]["lr"]) for config in configs} == {(1, 1e-3), (-1, 1e-4)}
+    # The labels name what the search has found.
+    labels = {configuration.label for configuration in best}
+    assert labels == {"I-STAR λ=1 ζ=0.4 lr=0.001", "I-STAR λ=-1 ζ=0.4 lr=0.0001"}
 
 
 def test_a_search_repeats_the_best_of_each_grid(make_runs: Callable[..., SweepRuns]) -> None:
