@@ -81,8 +81,12 @@ def _label(configurations: Iterable[Sequence[RunRecord]]) -> list[str]:
     labels = []
     for row in rows:
         keys = find_distinctive_settings(other for other in rows if other["method"] == row["method"])
-        labels.append(" ".join([row["method"], *(f"{key.rpartition('.')[2]}={row[key]}" for key in keys)]))
+        labels.append(" ".join([row["method"], *(_format_setting(key, row[key]) for key in keys)]))
     return labels
+
+
+def _format_setting(key: str, value: Any) -> str:
+    return f"{key.rpartition('.')[2]}={value:g}" if isinstance(value, float) else f"{key.rpartition('.')[2]}={value}"
 
 
 def find_distinctive_settings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
