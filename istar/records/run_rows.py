@@ -44,9 +44,17 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
         record.code_modified,
     )
     metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
-    config_groups = {name: group for name, group in config.items() if isinstance(group, dict)}
-    settings = {f"{name}.{key}": value for name, group in config_groups.items() for key, value in group.items()}
+    settings = {key: value for key, value in _flatten(config).items() if "." in key}
     return {**dict(zip(RUN_COLUMNS, column_values, strict=True)), **metrics, **settings}
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries by key as on the command line, `model.config.hidden_size`."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        is_nested = isinstance(value, dict) and value
+        values |= _flatten(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return values
 
 
 def describe_smoke_runs(count: int) -> str:

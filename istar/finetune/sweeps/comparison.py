@@ -10,6 +10,7 @@ from istar.drawing.page_tables import make_markdown_table
 from istar.drawing.plot import Line, Panel, Plot
 from istar.records.identity import shorten_model_name
 from istar.records.metric_names import axis_label, format_metric, scale_for_display
+from istar.records.results import RunRecord
 from istar.records.run_rows import Configuration
 
 COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
@@ -34,7 +35,7 @@ def build_comparison_table(configurations_by_task: ConfigurationsByTask) -> Tabl
     table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
     shown_indices = [index for index in range(len(COMPARISON_COLUMNS)) if index not in title_indices]
     for index in shown_indices:
-        table.add_column(COMPARISON_COLUMNS[index], justify="left" if index < 3 else "right")
+        table.add_column(COMPARISON_COLUMNS[index], justify="left" if index < 3 else "right", overflow="fold")
     for task_rows in row_groups:
         for row in task_rows:
             table.add_row(*(row[index] for index in shown_indices))
@@ -102,21 +103,30 @@ def _build_panels(task_and_model: tuple[str, str], configurations: Sequence[Conf
     baselines = {run.baseline.get(metric) for _, runs in configurations for run in runs}
     baseline = baselines.pop() if len(baselines) == 1 else None
     reference_line = None if baseline is None else (scale_for_display(metric, baseline), "a constant prediction")
-    keys = [key for key in first_run.isotropy["before"] if key != "union"]
-    layers = tuple(map(float, keys))
-    before = tuple(fmean([run.isotropy["before"][key] for run in first_runs]) for key in keys)
-    metric_lines, isoscore_lines = [], [Line(_BEFORE, layers, before)]
+    layers = _list_layers(first_run)
+    metric_lines, isoscore_lines = [], []
+    # The line before training holds for all configurations only if their models are the same.
+    if all(_list_layers(runs[0]) == layers for _, runs in configurations):
+        isoscore_lines.append(_make_isoscore_line(_BEFORE, [run.isotropy["before"] for run in first_runs], layers))
     for row_number, (label, runs) in enumerate(configurations, 1):
         mean, error = _mean_and_error([scale_for_display(metric, run.headline["value"]) for run in runs])
         metric_lines.append(Line(label, (mean,), (row_number,), x_error=(error,)))
-        means, errors = zip(
-            *(_mean_and_error([run.isotropy["after"][key] for run in runs]) for key in keys), strict=True
-        )
-        isoscore_lines.append(Line(label, layers, means, y_error=errors))
+        scores = [run.isotropy["after"] for run in runs]
+        isoscore_lines.append(_make_isoscore_line(label, scores, _list_layers(runs[0])))
     return (
         Panel("", metric_lines, f"{axis_label(metric)}: {title}", vertical_line=reference_line),
         Panel("IsoScore", isoscore_lines, title, y_bounds=(0, 1)),
     )
+
+
+def _list_layers(run: RunRecord) -> list[str]:
+    return [layer for layer in run.isotropy["after"] if layer != "union"]
+
+
+def _make_isoscore_line(label: str, scores: Sequence[Mapping[str, float]], layers: Sequence[str]) -> Line:
+    """Return the line of the mean IsoScore by layer; `scores` has the IsoScore of each run by layer."""
+    means, errors = zip(*(_mean_and_error([score[layer] for score in scores]) for layer in layers), strict=True)
+    return Line(label, tuple(map(float, layers)), means, y_error=errors)
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:

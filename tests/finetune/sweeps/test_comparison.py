@@ -299,6 +299,25 @@ def test_seeds_are_a_mean_with_a_standard_deviation() -> None:
     assert (after.y[3], after.y_error[3]) == pytest.approx((np.mean(isoscores), np.std(isoscores, ddof=1)))
 
 
+def test_models_with_different_layers_are_compared() -> None:
+    """A sweep over the number of layers used to end with a `KeyError`, after all of its runs."""
+    shallow, deep = make_drawn_record(0), make_drawn_record(1)
+    for record, num_layers in ((shallow, 2), (deep, 4)):
+        record.config["model"] = {"name": "bert", "config": {"num_hidden_layers": num_layers}}
+        for scores in (record.isotropy["before"], record.isotropy["after"]):
+            for layer in range(num_layers + 1, 13):
+                del scores[str(layer)]
+    _, isoscore_plot = build_comparison_plots(group_by_task([deep, shallow]))
+    assert {line.label: len(line.x) for line in isoscore_plot.panels[0].lines} == {METHODS[1]: 5, METHODS[0]: 3}
+    # A narrow terminal cuts nothing of the setting that tells two configurations apart.
+    other = replace(shallow, config={**shallow.config, "model": {"name": "bert", "config": {"num_hidden_layers": 3}}})
+    console = Console(width=40, file=io.StringIO(), record=True)
+    console.print(build_comparison_table(group_by_task([shallow, other])))
+    text = console.export_text()
+    assert "…" not in text
+    assert {"layers=2", "layers=3"} <= set(re.findall(r"layers=\d", text))
+
+
 @pytest.mark.parametrize(
     "records", [[make_drawn_record(0, baseline=False)], [make_drawn_record(0), make_drawn_record(1, baseline=False)]]
 )
