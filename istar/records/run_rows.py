@@ -94,26 +94,28 @@ def _label(configurations: Iterable[Sequence[RunRecord]]) -> list[str]:
 
 
 def _format_setting(key: str, value: Any) -> str:
-    return f"{key.rpartition('.')[2]}={value:g}" if isinstance(value, float) else f"{key.rpartition('.')[2]}={value}"
+    """Return a setting without its group, but the option of a group with it: `lr=1e-05`, `optim=sgd`."""
+    name = key.removesuffix(".name").rpartition(".")[2]
+    return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
 
 
 def find_distinctive_settings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the config keys in which runs of the same task, model and method differ; rows are as of `record_to_row`.
 
     Keys that do not identify a run, such as `run.root`, are left out, except paths of data and models, which may have
-    different files.
+    different files. Keys that some runs of a method lack are left out too, because they belong to another option.
     """
     rows_by_method: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         rows_by_method.setdefault((row["task"], row["model"], row["method"]), []).append(row)
     groups = list(rows_by_method.values())
-    keys = dict.fromkeys(key for group in groups for key in group[0] if "." in key)
-    return [
-        key
-        for key in keys
-        if (identifies_run(key) or key in ("task.data_dir", "model.name"))
-        and any(len({str(row.get(key)) for row in group}) > 1 for group in groups)
-    ]
+    differing = {
+        key: None
+        for group in groups
+        for key in group[0]
+        if "." in key and all(key in row for row in group) and len({str(row[key]) for row in group}) > 1
+    }
+    return [key for key in differing if identifies_run(key) or key in ("task.data_dir", "model.name")]
 
 
 def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:

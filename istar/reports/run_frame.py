@@ -1,6 +1,7 @@
 """All runs below a folder as a pandas frame with one row per run of any status."""
 
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,7 +181,11 @@ def sort_runs(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 def list_default_columns(frame: pd.DataFrame) -> list[str]:
     """Return `MAIN_COLUMNS` and, after the method, the config keys in which runs of the same method differ."""
     after_method = MAIN_COLUMNS.index("method") + 1
-    rows = [{str(column): value for column, value in row.items()} for row in frame.to_dict("records")]
+    rows = [
+        # The frame has NaN for a key that a run lacks.
+        {str(key): value for key, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
+        for row in frame.to_dict("records")
+    ]
     settings = find_distinctive_settings(rows)
     return [*MAIN_COLUMNS[:after_method], *settings, *MAIN_COLUMNS[after_method:]]
 

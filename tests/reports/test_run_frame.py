@@ -255,6 +255,9 @@ def test_settings_that_tell_runs_apart_are_columns(write_run: Callable[..., RunR
     write_run("other", "reg=none", "optim.lr=3e-5", "data.batch_size=8")
     columns = list_default_columns(read_runs(tmp_path).frame)
     assert [column for column in columns if column not in MAIN_COLUMNS] == ["optim.lr"]
+    write_run("unlike", "reg=istar", "optim=sgd", "optim.lr=3e-5")
+    new_columns = list_default_columns(read_runs(tmp_path).frame)
+    assert [column for column in new_columns if column not in columns] == ["optim.name"]
     assert columns[columns.index("method") + 1] == "optim.lr"
 
 

@@ -299,6 +299,16 @@ def test_seeds_are_a_mean_with_a_standard_deviation() -> None:
     assert (after.y[3], after.y_error[3]) == pytest.approx((np.mean(isoscores), np.std(isoscores, ddof=1)))
 
 
+def test_options_are_told_apart_by_their_names() -> None:
+    """Keys that only one of two optimizers has say nothing beyond the names of the optimizers."""
+    records = [make_drawn_record(0), make_drawn_record(0)]
+    optimizers = ({"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.999]}, {"name": "SGD", "lr": 1e-5, "nesterov": True})
+    for record, optimizer in zip(records, optimizers, strict=True):
+        record.config["optim"] = optimizer
+    [group] = group_by_task(records).values()
+    assert [configuration.label for configuration in group] == ["Base optim=adamw", "Base optim=SGD"]
+
+
 def test_models_with_different_layers_are_compared() -> None:
     """A sweep over the number of layers used to end with a `KeyError`, after all of its runs."""
     shallow, deep = make_drawn_record(0), make_drawn_record(1)
