@@ -302,10 +302,10 @@ def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
     rows = range(len(panel.lines))
     for row, line in zip(rows, panel.lines, strict=True):
         color = INK if line.label == plot.reference_label else COLOURS[0]
-        axes.errorbar(line.x, [row], xerr=line.x_error or None, color=color, marker="o", capsize=4, elinewidth=1.6)
+        error = line.x_error if any(line.x_error) else None
+        axes.errorbar(line.x, [row], xerr=error, color=color, marker="o", capsize=4, elinewidth=1.6)
     axes.set_yticks(rows, [line.label for line in panel.lines])
-    axes.invert_yaxis()
-    axes.margins(y=0.15)
+    axes.set_ylim(len(panel.lines) - 0.4, -0.6)
     # Integers, unless the values are too close to one another.
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
     axes.set_title(panel.title)

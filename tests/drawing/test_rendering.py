@@ -272,3 +272,22 @@ def test_values_above_columns_do_not_overlap() -> None:
         assert len(boxes) == 12
         assert not any(box.overlaps(other) for index, box in enumerate(boxes) for other in boxes[:index])
         assert all(box.y1 <= axes.get_window_extent().y1 for box in boxes)
+
+
+def test_rows_with_long_names_have_room_and_a_reference_line() -> None:
+    """The title and the label of the x axis used to be cut off, because long names left no room for the axes."""
+    names = ["Base", "I-STAR λ=1 ζ=0.4 schedule=cosine precision=bf16-mixed batch_size=16"]
+    lines = [Line(name, (0.5 + row,), (row,), x_error=(0.0,)) for row, name in enumerate(names)]
+    panel = Panel("", lines, "accuracy, percent: demo · tiny", vertical_line=(0.4, "a constant prediction"))
+    figure = rendering._draw_figure(Plot("name", "title", "caption", "ranks", "mean over seeds", (panel, panel)))
+    figure.draw_without_rendering()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a constant prediction"]
+    top, bottom = figure.axes
+    assert top.get_position().y0 > bottom.get_position().y1
+    for axes in figure.axes:
+        for text in (axes.title, axes.xaxis.label, *axes.get_yticklabels()):
+            box = text.get_window_extent()
+            assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+        assert [label.get_text() for label in axes.get_yticklabels()] == names
+        low, high = axes.get_ylim()
+        assert low > high  # the first row is on top
