@@ -175,7 +175,7 @@ def test_smoke(tmp_path: Path) -> None:
 def test_the_methods_are_compared(tmp_path: Path) -> None:
     result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
     assert result.returncode == 0, result.stderr
-    [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
+    [sweep] = (tmp_path / "runs" / "sweeps").glob("[!.]*")
     # The output has a line for each run and then the comparison of all runs.
     comparison = result.stdout[result.stdout.index("demo, accuracy · tiny") :]
     for method in ("Base", r"I-STAR λ=-[\d.]+", r"I-STAR λ=[\d.]+", "CosReg λ=1"):

@@ -119,7 +119,7 @@ def test_a_multirun_of_two_processes_each(tmp_path, start, two_process_run):
     assert_same(runs[1], two_process_run)
     assert results.read_result(runs[2]).status == "finished"
     assert results.read_result(runs[2]).metrics != results.read_result(runs[1]).metrics
-    [sweep] = (tmp_path / "runs" / "sweeps").iterdir()
+    [sweep] = (tmp_path / "runs" / "sweeps").glob("[!.]*")
     figures = {f"comparison-{name}.{suffix}" for name in ("metric", "isoscore") for suffix in ("png", "svg")}
     assert {path.name for path in sweep.glob("comparison*")} == {"comparison.md", *figures}
     assert "comparison-metric.png" in done.stdout
