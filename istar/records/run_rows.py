@@ -86,15 +86,18 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[Co
 def _label(configurations: Iterable[Sequence[RunRecord]]) -> list[str]:
     """Return the label of each configuration of a task and a model."""
     rows = [record_to_row(runs[0]) for runs in configurations]
-    labels = []
-    for row in rows:
-        keys = find_distinctive_settings(other for other in rows if other["method"] == row["method"])
-        labels.append(" ".join([row["method"], *(_format_setting(key, row[key]) for key in keys)]))
-    return labels
+    keys_by_method = {
+        method: find_distinctive_settings(row for row in rows if row["method"] == method)
+        for method in dict.fromkeys(row["method"] for row in rows)
+    }
+    return [
+        " ".join([row["method"], *(_format_setting(key, row[key]) for key in keys_by_method[row["method"]])])
+        for row in rows
+    ]
 
 
 def _format_setting(key: str, value: Any) -> str:
-    """Return a setting without its group, but the option of a group with it: `lr=1e-05`, `optim=sgd`."""
+    """Return a setting without its group, but the option of a group with it: `lr=1e-05`, `optim=SGD`."""
     name = key.removesuffix(".name").rpartition(".")[2]
     return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
 
