@@ -433,6 +433,18 @@ def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:
         read_statistics(bert(), MeasureSettings(16), Source("empty", tmp_path / "empty.txt"))
 
 
+@pytest.mark.parametrize(("text", "limit"), [("cat", None), ("the cat", None), ("the\n\n" * 9, 2)])
+def test_too_few_tokens(tmp_path: Path, text: str, limit: int | None) -> None:
+    """The message used to be about the moments of some points, and named no file."""
+    (tmp_path / "short.txt").write_text(text)
+    with pytest.raises(
+        UserError, match=r"short\.txt: (1 token is|\d tokens are) too few to measure; expected at least 4"
+    ):
+        read_statistics(
+            bert(), MeasureSettings(16, limit=limit, documents="separate"), Source("short", tmp_path / "short.txt")
+        )
+
+
 def test_a_block_of_separators_alone(tmp_path: Path) -> None:
     """The last packed block may hold no token of the text."""
     path = tmp_path / "text.txt"

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SECONDS_BETWEEN_SAVES = 300.0
+MIN_TOKENS = 4
+"""Fewest tokens of a text; fewer have no unbiased IsoScore."""
 UPDATE_TOKENS = 8_192
 """Maximum number of tokens to add to the statistics at once, unless a batch has more. Adding many at once takes less
 time per token, but a model on a CPU is faster with small batches."""
@@ -216,10 +218,13 @@ class Stream:
             yield block
             # The next block, which may be of another document, is not read.
             if self.settings.limit is not None and reading.tokens >= self.settings.limit:
-                return
+                break
+        # Every rank reads all blocks, so that all ranks raise this.
         if not reading.tokens:
-            # Every rank reads all blocks, so that all ranks raise this.
             raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
+        if reading.tokens < MIN_TOKENS:
+            tokens = "1 token is" if reading.tokens == 1 else f"{reading.tokens} tokens are"
+            raise UserError(f"{source.path}: {tokens} too few to measure; expected at least {MIN_TOKENS}")
 
     def _count_tokens(self, block: Block) -> int:
         """Return the number of tokens of a block that the statistics include."""
