@@ -285,6 +285,11 @@ def describe_hyperparameters(run: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def have_same_data(runs: pd.DataFrame, other_runs: pd.DataFrame) -> bool:
+    """Return whether runs were trained and evaluated on the same examples as others, by their fingerprints."""
+    return set(runs["fingerprint"]) == set(other_runs["fingerprint"])
+
+
 def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return the config keys in the identity of a run that differ between two rows, except the penalty's keys."""
     return [

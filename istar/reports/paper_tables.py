@@ -20,7 +20,14 @@ from istar.drawing.page_tables import (
 from istar.drawing.terminal import format_duration
 from istar.records.metric_names import count_decimals, format_number, merit
 from istar.reports import paper
-from istar.reports.configurations import Cell, describe_hyperparameters, find_differing_keys, is_finite, row_dicts
+from istar.reports.configurations import (
+    Cell,
+    describe_hyperparameters,
+    find_differing_keys,
+    have_same_data,
+    is_finite,
+    row_dicts,
+)
 from istar.statistics.paired import compute_p_value
 
 TableRow = Mapping[str, Any]
@@ -114,14 +121,17 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
     }
     if cell.family != "base" and metric in cell.metrics:
         scores_by_seed, base_by_seed = cell.score_by_seed(metric), base.score_by_seed(metric)
-        seeds = sorted(scores_by_seed.keys() & base_by_seed.keys())
+        has_same_data = base.runs.empty or have_same_data(cell.runs, base.runs)
+        seeds = sorted(scores_by_seed.keys() & base_by_seed.keys()) if has_same_data else []
         differences = [scores_by_seed[seed] - base_by_seed[seed] for seed in seeds]
         row |= {
             "minus_base": fmean(differences) if differences else None,
             "pairs": len(differences),
             "p_t_test": compute_p_value(differences, "t"),
             "p_sign_flip": compute_p_value(differences, "sign-flip"),
-            "differs_from_base": " ".join(find_differing_keys(base.first_run, first_run)),
+            "differs_from_base": " ".join(
+                [*find_differing_keys(base.first_run, first_run), *([] if has_same_data else ["data"])]
+            ),
         }
     return row
 

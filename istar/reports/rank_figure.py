@@ -76,7 +76,7 @@ class RankedMethods:
         if not self.unranked_methods:
             return ""
         return (
-            " Not ranked, because they lack one of these tasks or have other seeds or another budget than "
+            " Not ranked, because they lack one of these tasks or have other seeds, other data or another budget than "
             f"{self.reference} on one: {', '.join(self.unranked_methods)}."
         )
 
@@ -84,8 +84,8 @@ class RankedMethods:
 def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     """Rank the methods of each model over its tasks by their mean headline metric; 1 is the best.
 
-    The tasks are all that the reference and another method have finished. A method is ranked if it has the seeds and
-    the budget of the reference on each of these tasks.
+    The tasks are all that the reference and another method have finished. A method is ranked if it has the seeds, the
+    data and the budget of the reference on each of these tasks.
     """
     comparisons_by_model: dict[str, list[MethodComparison]] = {method.model: [] for method in compared_methods.methods}
     for comparison in compared_methods.comparisons:
@@ -121,7 +121,8 @@ def _rank_methods_of_model(
         return replace(unranked, reason=reason)
     if not complete_methods:
         reason = (
-            f"no method has finished with the seeds and the budget of {reference} on all of its {len(tasks)} tasks."
+            f"no method has finished with the seeds, the data and the budget of {reference} on all of its "
+            f"{len(tasks)} tasks."
         )
         return replace(unranked, reason=reason)
     references = list(reference_by_task.values())
@@ -143,7 +144,7 @@ def _rank_methods_of_model(
 
 
 def _is_complete(comparison_by_task: dict[str, MethodComparison], tasks: tuple[str, ...]) -> bool:
-    """Return whether a method has the seeds and the budget of the reference on all tasks."""
+    """Return whether a method has the seeds, the data and the budget of the reference on all tasks."""
     task_statistics = [comparison_by_task[task].statistics for task in tasks if task in comparison_by_task]
     return len(task_statistics) == len(tasks) and all(
         statistics.pairs > 0 and not statistics.unmatched and statistics.has_equal_budgets

@@ -8,8 +8,10 @@ import pytest
 from scipy import stats
 
 from istar.errors import UserError
+from istar.records.results import read_result
 from istar.reports import configurations
 from istar.reports.method_comparisons import ComparedMethods, MethodComparison, compare_methods
+from istar.reports.paper_tables import build_table1_sheet
 from istar.reports.run_frame import read_runs
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
@@ -194,6 +196,34 @@ def test_longer_trials_or_other_data_are_another_budget(tmp_path: Path, changes:
     different_budget, equal_budget = compare_methods_in(tmp_path).comparisons
     assert different_budget.method.budget.num_trials == equal_budget.method.budget.num_trials
     assert (different_budget.statistics.has_equal_budgets, equal_budget.statistics.has_equal_budgets) == (False, True)
+
+
+def test_scores_on_other_data_are_not_compared(tmp_path: Path) -> None:
+    """Two methods used to be compared even if each had another validation set, such as a part of it."""
+    scores = {seed: 0.5 + seed / 100 for seed in range(1, 8)}
+    save_all(tmp_path, BASE, scores)
+    better_scores = {seed: score + 0.2 + seed / 1000 for seed, score in scores.items()}
+    save_all(tmp_path, istar(-1), better_scores)
+    save_all(tmp_path, istar(1), better_scores, changes={"data": {"fingerprint": "a part of data-rte", "train": 100}})
+    same, other = (comparison.statistics for comparison in compare_methods_in(tmp_path).comparisons)
+    assert (same.pairs, other.pairs) == (7, 0)
+    assert "is better than Base" in conclusion(same)
+    assert conclusion(other) == (
+        "Nothing can be concluded about I-STAR λ=1 ζ=0.4 and Base on rte: their training or validation data differ, so "
+        "that no score can be compared."
+    )
+    # One p-value alone is corrected.
+    assert other.difference is other.p_value is None
+    assert same.p_value == pytest.approx(2 / 2**7)
+    (tmp_path / "table").mkdir()
+    for path in tmp_path.glob("rte-*"):
+        reg = read_result(path).config["reg"]
+        if reg == BASE or reg["lambda"] > 0:
+            path.rename(tmp_path / "table" / path.name)
+    runs = configurations.add_selection_columns(read_runs(tmp_path / "table", keep_records=True))
+    [row] = build_table1_sheet(configurations.select_cells(runs)).frame.query("zeta == 0.4").to_dict("records")
+    assert row["differs_from_base"] == "data"
+    assert row["minus_base"] is None
 
 
 def test_a_search_over_epochs_is_equal_for_methods_that_end_with_different_ones(tmp_path: Path) -> None:

@@ -112,7 +112,10 @@ def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path
     for task in tasks:
         save(record(task, "mine", istar(-1), 7, 0.5), tmp_path, geometry=False)
     [ranked] = rank_methods_in(tmp_path)
-    assert "no method has finished with the seeds and the budget of Base on all of its 3 tasks" in ranked.summarize()
+    assert (
+        "no method has finished with the seeds, the data and the budget of Base on all of its 3 tasks"
+        in ranked.summarize()
+    )
 
 
 @pytest.mark.slow
