@@ -65,6 +65,7 @@ class _Timing(TypedDict, total=False):
 class _Data(TypedDict, total=False):
     fingerprint: str
     train: _Count
+    validation: dict[str, _Count]  # by validation set
 
 
 class _Named(TypedDict):

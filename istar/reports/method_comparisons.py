@@ -283,8 +283,8 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
 def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Return the best configuration's runs, ordered by seed, for each method: Base first, then the others by name.
 
-    The best configuration has the most seeds; among equals, the best mean on the set that chose the epochs. `runs` are
-    the usable runs of one model and task, from `configurations.add_selection_columns`.
+    The best configuration is that of `configurations.find_best_group`. `runs` are the usable runs of one model and
+    task, from `configurations.add_selection_columns`.
     """
     runs_by_method = {
         str(name): method_runs[method_runs["config_hash"] == find_best_group(method_runs, "config_hash")]

@@ -63,8 +63,8 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
         rows_by_group=group_rows_by_model(rows, _format_row),
         frame=pd.DataFrame(rows).drop(columns="show_p_values", errors="ignore"),
         notes=(
-            "Each method is shown with the settings that have the most seeds, among equals with the best mean on the "
-            "set on which they were chosen.",
+            "Each method is shown with the settings that have the most seeds, then the largest validation set, then "
+            "the best mean on the set on which they were chosen.",
             "A dash stands for p where the runs allow no conclusion; the CSV file has the number.",
         ),
         num_row_headers=2,

@@ -247,7 +247,7 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
             continue
         selection = FigureRuns("zeta", istar_runs, selected, runs_by_zeta)
         panel = build_panel(selection, [_build_metric_line(selected, "reg.zeta")])
-        # As in Tables 1 and 2: the most seeds, then the best mean.
+        # As in Tables 1 and 2.
         best_runs = selected[selected["config_hash"] == find_best_group(selected, "config_hash")]
         if not are_all_collapsed(best_runs):
             panel = replace(panel, vertical_line=(float(best_runs["reg.zeta"].iloc[0]), "best ζ"))

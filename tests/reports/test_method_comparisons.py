@@ -226,6 +226,17 @@ def test_scores_on_other_data_are_not_compared(tmp_path: Path) -> None:
     assert row["minus_base"] is None
 
 
+def test_a_part_of_the_validation_set_is_not_the_best_by_luck(tmp_path: Path) -> None:
+    """A short trial run with `task.limit_validation`, in the same folder, used to be shown for its better mean."""
+    part = {"fingerprint": "a part of data-rte", "train": 100, "validation": {"validation": 5}}
+    for reg in (BASE, istar(-1)):
+        save_all(tmp_path, reg, {1: 0.6})
+        save_all(tmp_path, reg, {1: 1.0}, changes={"data": part}, task__limit_validation=5)
+    compared = compare_methods_in(tmp_path)
+    assert [list(method.score_by_seed.values()) for method in compared.methods] == [[60.0], [60.0]]
+    assert compared.comparisons[0].statistics.obstacle == ""
+
+
 def test_a_search_over_epochs_is_equal_for_methods_that_end_with_different_ones(tmp_path: Path) -> None:
     for reg, chosen_epochs in ((BASE, 3), (istar(-1), 5)):
         for epochs in (3, 4, 5):
