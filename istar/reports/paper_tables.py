@@ -194,8 +194,8 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
         title="Table 2: best λ | ζ",
         caption="λ | ζ of I-STAR with the most seeds, then the largest validation set, then the best mean on the set "
         "on which they were chosen (the reported validation set itself or held-out training data), and the number of "
-        "pairs tried. Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8. An average is over the "
-        "tasks of the model that have a pair; the paper's average is over the same tasks.",
+        "pairs tried. Paper: Table 2, searched over λ in -5, -3, -1, 1, 3, 5 and ζ in 0.2, 0.4, 0.6, 0.8. An average "
+        "is over the tasks of the model that have a pair; the paper's average is over the same tasks.",
         header=("task", "λ | ζ", "seeds", "mean, percent", "pairs tried", "paper", "agreement", "chosen on"),
         rows_by_group=group_rows_by_model(rows, _format_table2_row),
         # With dtype object, the counts remain integers although they are missing for averages.
