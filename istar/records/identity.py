@@ -59,15 +59,18 @@ def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def configuration_hash(config: Mapping[str, Any], data: str = "", ignored_key: str = "") -> str:
+def configuration_hash(
+    config: Mapping[str, Any], data: str = "", model: str | None = None, ignored_key: str = ""
+) -> str:
     """Return a hash of everything that changes a run's outcome except the seed; see `identity_hash`.
 
     The settings of a penalty of weight 0 are ignored, as well as `ignored_key`: `group.key`, or `group` for a whole
-    config group. `data` is the fingerprint of the examples, or empty to compare runs on any data.
+    config group. `data` is the fingerprint of the examples, or empty to compare runs on any data. `model` is the
+    `model_identity` of the run's record; None takes the name and the revision of the config for it.
     """
     settings = {group: dict(values) for group, values in config.items() if isinstance(values, Mapping)}
-    model = os.path.normpath(str(settings["model"].get("name")))
-    revision = settings["model"].get("revision")
+    if model is None:
+        model = f"{os.path.normpath(str(settings['model'].get('name')))}@{settings['model'].get('revision')}"
     if find_method(config) == BASE:
         settings["reg"] = {"name": "none"}
     group, _, key = ignored_key.partition(".")
@@ -75,7 +78,7 @@ def configuration_hash(config: Mapping[str, Any], data: str = "", ignored_key: s
         settings[group].pop(key, None)
     else:
         settings.pop(group, None)
-    return identity_hash(settings, data, f"{model}@{revision}")
+    return identity_hash(settings, data, model)
 
 
 def identifies_run(key: str) -> bool:

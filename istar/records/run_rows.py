@@ -75,7 +75,7 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[Co
     runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     for record in records:
         task_and_model = (record.config["task"]["name"], shorten_model_name(record.config["model"]["name"]))
-        configuration = configuration_hash(record.config, record.data.get("fingerprint", ""))
+        configuration = configuration_hash(record.config, record.data.get("fingerprint", ""), record.model_identity)
         runs_by_task.setdefault(task_and_model, {}).setdefault(configuration, []).append(record)
     return {
         task_and_model: list(map(Configuration, _label(runs_by_configuration.values()), runs_by_configuration.values()))

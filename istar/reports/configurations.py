@@ -5,6 +5,7 @@ settings, data and model. The selection uses only the headline metric on the set
 validation set, or a held-out part of the training data.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -99,11 +100,13 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
         family: the method, see `istar.records.identity.find_method`.
         method_name: the method without its settings, see `istar.records.identity.name_method`.
         settings_hash: equal for runs with the same model and the same settings except the seed.
-        config_hash: like `settings_hash`, but also covers the data; a failed run may lack the data's fingerprint.
+        config_hash: like `settings_hash`, but also covers the data and the files of the model. A failed run may lack
+            the data's fingerprint.
         hash_without_<varied>: `config_hash` without the config key in `VARIED`.
         table1_hash_without_<varied>: this hash of the configuration that Table 1 shows for the run's task, model and
             family; empty without one.
         repeated: a second finished run of the same configuration and seed.
+        inputs: equal for runs that start from the same model and are trained and evaluated on the same data.
         usable: a finished run with a finite headline value that is not repeated.
         chosen_on: the set that chose the epoch and the shown configuration; see `get_selection_set`.
         train_examples: number of training examples; NaN if unknown.
@@ -116,14 +119,12 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     frame["family"] = [find_method(record.config) for record in records]
     frame["method_name"] = [name_method(record.config) for record in records]
     frame["settings_hash"] = [configuration_hash(record.config) for record in records]
-    fingerprints = [record.data.get("fingerprint", "") for record in records]
-    frame["config_hash"] = [
-        configuration_hash(record.config, data) for record, data in zip(records, fingerprints, strict=True)
-    ]
-    for varied, key in VARIED.items():
-        frame[f"hash_without_{varied}"] = [
-            configuration_hash(record.config, data, key) for record, data in zip(records, fingerprints, strict=True)
+    for column, key in {"config_hash": "", **{f"hash_without_{varied}": key for varied, key in VARIED.items()}}.items():
+        frame[column] = [
+            configuration_hash(record.config, record.data.get("fingerprint", ""), record.model_identity, key)
+            for record in records
         ]
+    frame["inputs"] = list(map(_describe_inputs, records))
     is_valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
     frame["repeated"] = frame[is_valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
     frame["usable"] = is_valid & ~frame["repeated"]
@@ -294,9 +295,15 @@ def describe_hyperparameters(run: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def have_same_data(runs: pd.DataFrame, other_runs: pd.DataFrame) -> bool:
-    """Return whether runs were trained and evaluated on the same examples as others, by their fingerprints."""
-    return set(runs["fingerprint"]) == set(other_runs["fingerprint"])
+def _describe_inputs(record: RunRecord) -> str:
+    """Return the data and the model before training as text; of two texts, only the equality has a meaning."""
+    model = [record.config["model"].get(key) for key in ("pretrained", "architecture", "config")]
+    return json.dumps([record.data.get("fingerprint"), record.model_identity, *model], sort_keys=True)
+
+
+def have_same_inputs(runs: pd.DataFrame, other_runs: pd.DataFrame) -> bool:
+    """Return whether runs start from the same model as others, and are trained and evaluated on the same data."""
+    return set(runs["inputs"]) == set(other_runs["inputs"])
 
 
 def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:

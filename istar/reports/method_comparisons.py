@@ -21,7 +21,7 @@ from istar.reports.configurations import (
     VALIDATION,
     by_model_and_task,
     find_best_group,
-    have_same_data,
+    have_same_inputs,
     is_finite,
     row_dicts,
 )
@@ -202,11 +202,11 @@ def _compare_with_reference(
 ) -> MethodComparison:
     """Compare a method with the reference without adjusting the p-value.
 
-    Without a reference, or with a reference on other data, there are no pairs.
+    Without a reference, or with a reference of another model or on other data, there are no pairs.
     """
     scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
-    has_same_data = reference is None or have_same_data(method.runs, reference.runs)
-    seeds = sorted(scores.keys() & reference_scores.keys()) if has_same_data else []
+    has_same_inputs = reference is None or have_same_inputs(method.runs, reference.runs)
+    seeds = sorted(scores.keys() & reference_scores.keys()) if has_same_inputs else []
     difference_by_seed = {seed: scores[seed] - reference_scores[seed] for seed in seeds}
     differences = np.array(list(difference_by_seed.values()))
     has_interval = len(seeds) > 1 and not is_constant(differences)
@@ -224,7 +224,7 @@ def _compare_with_reference(
         lower_is_better=is_lower_better(method.metric),
         chosen_among=method.num_candidates,
         reference_chosen_among=reference.num_candidates if reference else 1,
-        obstacle="" if has_same_data else "their training or validation data differ, so that no score can be compared",
+        obstacle="" if has_same_inputs else "their models or their data differ, so that no score can be compared",
     )
     p_value = paired.compute_p_value(list(difference_by_seed.values()), test)
     return MethodComparison(method, reference, difference_by_seed, p_value, statistics)

@@ -24,7 +24,7 @@ from istar.reports.configurations import (
     Cell,
     describe_hyperparameters,
     find_differing_keys,
-    have_same_data,
+    have_same_inputs,
     is_finite,
     row_dicts,
 )
@@ -121,8 +121,8 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
     }
     if cell.family != "base" and metric in cell.metrics:
         scores_by_seed, base_by_seed = cell.score_by_seed(metric), base.score_by_seed(metric)
-        has_same_data = base.runs.empty or have_same_data(cell.runs, base.runs)
-        seeds = sorted(scores_by_seed.keys() & base_by_seed.keys()) if has_same_data else []
+        has_same_inputs = base.runs.empty or have_same_inputs(cell.runs, base.runs)
+        seeds = sorted(scores_by_seed.keys() & base_by_seed.keys()) if has_same_inputs else []
         differences = [scores_by_seed[seed] - base_by_seed[seed] for seed in seeds]
         row |= {
             "minus_base": fmean(differences) if differences else None,
@@ -130,7 +130,7 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
             "p_t_test": compute_p_value(differences, "t"),
             "p_sign_flip": compute_p_value(differences, "sign-flip"),
             "differs_from_base": " ".join(
-                [*find_differing_keys(base.first_run, first_run), *([] if has_same_data else ["data"])]
+                [*find_differing_keys(base.first_run, first_run), *([] if has_same_inputs else ["model or data"])]
             ),
         }
     return row

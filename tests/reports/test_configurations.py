@@ -128,6 +128,17 @@ def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare
     assert frame["config_hash"].nunique() == 3
 
 
+def test_the_files_of_a_model_count_and_not_its_path(prepare: Prepare) -> None:
+    """A folder whose weights had changed counted as the same model, and its second run as a repetition of the first."""
+    frame = prepare(
+        record("rte", "mine/model", BASE, 1, name="old", changes={"model_identity": "1234"}),
+        record("rte", "mine/model", BASE, 1, name="new", changes={"model_identity": "5678"}),
+        record("rte", "a/copy/model", BASE, 2, name="copy", changes={"model_identity": "5678"}),
+    ).set_index("name")
+    assert not frame["repeated"].any()
+    assert frame.loc["new", "config_hash"] == frame.loc["copy", "config_hash"] != frame.loc["old", "config_hash"]
+
+
 def test_a_seed_counts_once(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, BASE, 1, 0.5) for _ in range(3)), record("rte", BERT, BASE, 2, 0.7))
     cell = configurations.select_cell(frame, "rte", "bert-base-cased", "base")

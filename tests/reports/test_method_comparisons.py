@@ -198,18 +198,23 @@ def test_longer_trials_or_other_data_are_another_budget(tmp_path: Path, changes:
     assert (different_budget.statistics.has_equal_budgets, equal_budget.statistics.has_equal_budgets) == (False, True)
 
 
-def test_scores_on_other_data_are_not_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"data": {"fingerprint": "a part of data-rte", "train": 100}}, {"model_identity": "5678"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_scores_on_other_data_or_of_other_models_are_not_compared(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Two methods used to be compared even if each had another validation set, such as a part of it."""
     scores = {seed: 0.5 + seed / 100 for seed in range(1, 8)}
     save_all(tmp_path, BASE, scores)
     better_scores = {seed: score + 0.2 + seed / 1000 for seed, score in scores.items()}
     save_all(tmp_path, istar(-1), better_scores)
-    save_all(tmp_path, istar(1), better_scores, changes={"data": {"fingerprint": "a part of data-rte", "train": 100}})
+    save_all(tmp_path, istar(1), better_scores, changes=changes)
     same, other = (comparison.statistics for comparison in compare_methods_in(tmp_path).comparisons)
     assert (same.pairs, other.pairs) == (7, 0)
     assert "is better than Base" in conclusion(same)
     assert conclusion(other) == (
-        "Nothing can be concluded about I-STAR λ=1 ζ=0.4 and Base on rte: their training or validation data differ, so "
+        "Nothing can be concluded about I-STAR λ=1 ζ=0.4 and Base on rte: their models or their data differ, so "
         "that no score can be compared."
     )
     # One p-value alone is corrected.
@@ -222,7 +227,7 @@ def test_scores_on_other_data_are_not_compared(tmp_path: Path) -> None:
             path.rename(tmp_path / "table" / path.name)
     runs = configurations.add_selection_columns(read_runs(tmp_path / "table", keep_records=True))
     [row] = build_table1_sheet(configurations.select_cells(runs)).frame.query("zeta == 0.4").to_dict("records")
-    assert row["differs_from_base"] == "data"
+    assert row["differs_from_base"] == "model or data"
     assert row["minus_base"] is None
 
 

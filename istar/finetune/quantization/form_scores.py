@@ -297,7 +297,7 @@ def _describe_run(folder: Path, record: RunRecord) -> dict[str, Any]:
         "task": record.config["task"]["name"],
         "model": shorten_model_name(record.config["model"]["name"]),
         "method": label_method(record.config),
-        "configuration": configuration_hash(record.config, record.data.get("fingerprint", "")),
+        "configuration": configuration_hash(record.config, record.data.get("fingerprint", ""), record.model_identity),
         "seed": record.config["seed"],
         "recorded": scale_for_display(record.headline["metric"], record.headline["value"]),
         "constant": any(record.collapsed.values()),

@@ -28,6 +28,7 @@ class RunIdentity:
     Attributes:
         config: settings, with values that depend on the machine or the time resolved.
         data_fingerprint: hash of the training and validation examples; of a stream, of its `DocumentStream.digest`.
+        model_identity: see `identify_model`.
         folder: folder of the run, named after a hash of config, data and model.
     """
 
@@ -35,6 +36,7 @@ class RunIdentity:
     spec: TaskSpec
     examples: "Examples"
     data_fingerprint: str
+    model_identity: str
     folder: Path
 
 
@@ -53,8 +55,9 @@ def identify(config: Config) -> RunIdentity:
     _check_penalty_fits_task(config, spec)
     precision.check_precision_support(config.trainer)
     examples, data_fingerprint = _load_fingerprinted_examples(spec, config)
-    folder = run_folder_path(config, data_fingerprint, identify_model(config.model))
-    return RunIdentity(config, spec, examples, data_fingerprint, folder)
+    model_identity = identify_model(config.model)
+    folder = run_folder_path(config, data_fingerprint, model_identity)
+    return RunIdentity(config, spec, examples, data_fingerprint, model_identity, folder)
 
 
 def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examples", str]:

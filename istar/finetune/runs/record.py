@@ -41,6 +41,7 @@ def start_record(job: Job) -> RunRecord:
         to_dict(job.config),
         timing={"began": results.read_start_time(job.folder)},
         versions=results.installed_versions(),
+        model_identity=job.identity.model_identity,
         model_commit=job.config.model.revision,
         data_commit=job.data.examples.commit,
         **describe_code(),
