@@ -801,6 +801,34 @@ MUTATIONS = [
     ),
     # ---- comparisons in reports
     Mutation(
+        "Scores on other validation data are compared.",
+        "istar/reports/configurations.py",
+        'return set(runs["inputs"]) == set(other_runs["inputs"])',
+        "return True",
+        "tests/reports/test_method_comparisons.py::test_scores_on_other_data_or_of_other_models_are_not_compared",
+    ),
+    Mutation(
+        "The best configuration is one that was lucky on a part of the validation set.",
+        "istar/reports/configurations.py",
+        "return num_seeds, num_examples[group], mean",
+        "return num_seeds, 0, mean",
+        "tests/reports/test_method_comparisons.py::test_a_part_of_the_validation_set_is_not_the_best_by_luck",
+    ),
+    Mutation(
+        "A folder with other weights is the same model.",
+        "istar/records/identity.py",
+        "    if model is None:\n        model =",
+        "    if True:\n        model =",
+        "tests/reports/test_configurations.py::test_the_files_of_a_model_count_and_not_its_path",
+    ),
+    Mutation(
+        "Configurations of a sweep have the name of their method alone.",
+        "istar/records/run_rows.py",
+        'return [key for key in differing if identifies_run(key) or key in ("task.data_dir", "model.name")]',
+        "return []",
+        "tests/finetune/sweeps/test_comparison.py::test_configurations_of_a_method_are_told_apart",
+    ),
+    Mutation(
         "The test compares each run with the mean of Base, not with the run of the same seed.",
         "istar/reports/method_comparisons.py",
         "scores[seed] - reference_scores[seed]",
