@@ -136,7 +136,6 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
     # Hub id and commit of the model before training, or a hash of the files of a local folder; see `identity_hash`.
     model_identity: str | None = None
-    model_commit: str | None = None  # commit of the model on the hub; None for a local folder and the tiny model
     # Commit of the data set on the hub. None for a local folder, for generated examples, and offline if the cache of
     # `datasets` does not name the commit.
     data_commit: str | None = None

@@ -154,7 +154,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_records_without_the_later_fields_are_read(tmp_path: Path) -> None:
-    fields = ("model_commit", "data_commit", "code_commit", "code_modified", "device", "processes", "cuda", "system")
+    fields = ("model_identity", "data_commit", "code_commit", "code_modified", "device", "processes", "cuda", "system")
     values = {name: value for name, value in asdict(RECORD).items() if name not in fields}
     (tmp_path / RESULT).write_text(json.dumps(values))
     assert results.read_result(tmp_path) == RECORD

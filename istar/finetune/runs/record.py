@@ -42,7 +42,6 @@ def start_record(job: Job) -> RunRecord:
         timing={"began": results.read_start_time(job.folder)},
         versions=results.installed_versions(),
         model_identity=job.identity.model_identity,
-        model_commit=job.config.model.revision,
         data_commit=job.data.examples.commit,
         **describe_code(),
         **describe_hardware(job.trainer.strategy.root_device, job.trainer.world_size),

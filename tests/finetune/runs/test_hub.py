@@ -63,7 +63,8 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
     model_repository, data_repository = hub.repositories["models/org/tiny"], hub.repositories["datasets/nyu-mll/glue"]
     first_commit = model_repository.branches["main"]
     first = run(small(*MODEL))
-    assert (first.model_commit, first.data_commit) == (first_commit, data_repository.branches["main"])
+    assert first.model_identity == f"org/tiny@{first_commit}"
+    assert first.data_commit == data_repository.branches["main"]
     assert first.config["model"]["revision"] == first_commit
     assert all(f"/{first_commit}" in request for request in hub.requests if "/org/tiny/resolve/" in request)
 
@@ -92,7 +93,7 @@ def test_train_py_asks_the_hub_and_is_quiet_about_it(hub: MockHub, own_cache: Pa
     assert done.code == 0, done.stderr
     assert "HTTP Request" not in done.stdout + done.stderr
     record = results.read_result(only_run(tmp_path / "call" / "runs"))
-    assert record.model_commit == hub.repositories["models/org/tiny"].branches["main"]
+    assert record.model_identity == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
     assert record.data_commit == hub.repositories["datasets/nyu-mll/glue"].branches["main"]
 
 
