@@ -203,7 +203,7 @@ class _GroupConfig:
             for override in overrides:
                 _merge(config, override)
             return config
-        values: dict[str, Any] = copy.deepcopy(self._values)
+        values = _copy_dictionaries(self._values)
         for override in overrides:
             _merge(self._checker, override)
             *groups, key = override.key_or_group.split(".")
@@ -218,6 +218,11 @@ class _GroupConfig:
         except (KeyError, TypeError):
             return False
         return not isinstance(value, dict | list) and not isinstance(replaced, dict | list) and "${" not in str(value)
+
+
+def _copy_dictionaries(value: Any) -> Any:
+    """Copy nested dictionaries, which share their other values; `copy.deepcopy` takes four times as long."""
+    return {key: _copy_dictionaries(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _merge(config: DictConfig, override: Override) -> None:

@@ -24,7 +24,6 @@ from istar.records import identity
 from istar.records.config.schema import to_dict
 from istar.records.metric_names import format_metric
 from istar.records.results import PROGRESS, RunRecord
-from istar.records.run_rows import record_to_row
 
 SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
 STATE_FORMAT = 1
@@ -118,10 +117,16 @@ def list_distinctive_overrides(entry: SweepEntry, others: Sequence[SweepEntry]) 
 def make_entry(trial: Trial) -> SweepEntry:
     """Create the entry of a trial that has not started yet."""
     config = to_dict(trial.config)
-    run_columns = record_to_row(RunRecord(trial.name, "waiting", config))
-    labels = {key: run_columns[key] for key in ("task", "model", "method", "seed")}
-    labels |= {"method_name": identity.name_method(config), "configuration": identity.configuration_hash(config)}
-    return SweepEntry(trial.name, trial.overrides, **labels)
+    return SweepEntry(
+        trial.name,
+        trial.overrides,
+        task=trial.config.task.name,
+        model=identity.shorten_model_name(trial.config.model.name),
+        method=identity.label_method(config),
+        seed=trial.config.seed,
+        method_name=identity.name_method(config),
+        configuration=identity.configuration_hash(config),
+    )
 
 
 class Board:

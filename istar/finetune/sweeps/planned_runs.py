@@ -84,6 +84,7 @@ class SweepRuns:
         # Keys that runs leave out because their option lacks them, by that option, such as `reg=none`.
         self._keys_left_out: dict[str, list[str]] = {}
         self._name_options = cache(self._compose_options)  # by overrides without values; many runs share them
+        self.leave_out_keys_without_effect = cache(self._leave_out_keys)  # grids and their runs both ask
         self._record_by_name: dict[str, RunRecord] = {}  # of the runs that were finished when they were added
 
     def add_grids(self) -> None:
@@ -103,7 +104,7 @@ class SweepRuns:
         if note:
             self.console.out(note, highlight=False)
 
-    def leave_out_keys_without_effect(self, overrides: Overrides) -> Overrides:
+    def _leave_out_keys(self, overrides: Overrides) -> Overrides:
         """Leave out the keys that the options of a run lack, such as `reg.lambda` with `reg=none`.
 
         A key stays, and is refused when the config is composed, if no option of the sweep has it.
