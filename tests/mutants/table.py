@@ -430,8 +430,8 @@ MUTATIONS = [
     Mutation(
         "A run of a sweep gets the values of the run that was composed before it.",
         "hydra_plugins/istar_sweeper.py",
-        "values: dict[str, Any] = copy.deepcopy(self._values)",
-        "values: dict[str, Any] = self._values",
+        "{key: _copy_dictionaries(item) for key, item in value.items()}",
+        "dict(value)",
         "tests/finetune/sweeps/test_trials.py::test_values_are_composed_as_by_hydra_whatever_the_run_before",
     ),
     Mutation(
