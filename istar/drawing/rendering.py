@@ -106,7 +106,7 @@ def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
     height = num_rows * (3.0 if num_columns > 1 else 3.6) + 0.25 * num_legend_rows
     if plot.kind == "ranks":
         height = sum(1.0 + 0.3 * len(panel.lines) for panel in plot.panels)
-        # The names of the rows, of which an inch has 13 characters, are beside the axes.
+        # The names of the rows are to the left of the axes. About 13 characters fit into an inch.
         longest = max((len(line.label) for panel in plot.panels for line in panel.lines), default=0)
         width = width if max_columns == 1 else max(width, 3.5 + longest / 13)
     if plot.kind == "ridges":

@@ -66,7 +66,7 @@ def configuration_hash(
 
     The settings of a penalty of weight 0 are ignored, as well as `ignored_key`: `group.key`, or `group` for a whole
     config group. `data` is the fingerprint of the examples, or empty to compare runs on any data. `model` is the
-    `model_identity` of the run's record; None takes the name and the revision of the config for it.
+    `model_identity` of the run's record; if it is None, the model's name and revision in the config are used.
     """
     settings = {group: dict(values) for group, values in config.items() if isinstance(values, Mapping)}
     if model is None:

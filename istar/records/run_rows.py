@@ -78,12 +78,14 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[Co
         configuration = configuration_hash(record.config, record.data.get("fingerprint", ""), record.model_identity)
         runs_by_task.setdefault(task_and_model, {}).setdefault(configuration, []).append(record)
     return {
-        task_and_model: list(map(Configuration, _label(runs_by_configuration.values()), runs_by_configuration.values()))
+        task_and_model: list(
+            map(Configuration, _make_labels(runs_by_configuration.values()), runs_by_configuration.values())
+        )
         for task_and_model, runs_by_configuration in runs_by_task.items()
     }
 
 
-def _label(configurations: Iterable[Sequence[RunRecord]]) -> list[str]:
+def _make_labels(configurations: Iterable[Sequence[RunRecord]]) -> list[str]:
     """Return the label of each configuration of a task and a model."""
     rows = [record_to_row(runs[0]) for runs in configurations]
     keys_by_method = {

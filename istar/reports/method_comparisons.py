@@ -202,7 +202,7 @@ def _compare_with_reference(
 ) -> MethodComparison:
     """Compare a method with the reference without adjusting the p-value.
 
-    Without a reference, or with a reference of another model or on other data, there are no pairs.
+    There are no pairs of runs if the reference is missing, or if it used another model or other data.
     """
     scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
     has_same_inputs = reference is None or have_same_inputs(method.runs, reference.runs)
@@ -283,8 +283,8 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
 def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Return the best configuration's runs, ordered by seed, for each method: Base first, then the others by name.
 
-    The best configuration is that of `configurations.find_best_group`. `runs` are the usable runs of one model and
-    task, from `configurations.add_selection_columns`.
+    `configurations.find_best_group` chooses the best configuration. `runs` are the usable runs of one model and task,
+    from `configurations.add_selection_columns`.
     """
     runs_by_method = {
         str(name): method_runs[method_runs["config_hash"] == find_best_group(method_runs, "config_hash")]

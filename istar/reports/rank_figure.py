@@ -76,8 +76,8 @@ class RankedMethods:
         if not self.unranked_methods:
             return ""
         return (
-            " Not ranked, because they lack one of these tasks or have other seeds, another model, other data or "
-            f"another budget than {self.reference} on one: {', '.join(self.unranked_methods)}."
+            " Not ranked, because on at least one of these tasks they have no run, or other seeds, another model, "
+            f"other data or another budget than {self.reference}: {', '.join(self.unranked_methods)}."
         )
 
 

@@ -129,7 +129,7 @@ def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare
 
 
 def test_the_files_of_a_model_count_and_not_its_path(prepare: Prepare) -> None:
-    """A folder whose weights had changed counted as the same model, and its second run as a repetition of the first."""
+    """After new weights were saved to a folder, a run with them used to count as a repetition of the earlier run."""
     frame = prepare(
         record("rte", "mine/model", BASE, 1, name="old", changes={"model_identity": "1234"}),
         record("rte", "mine/model", BASE, 1, name="new", changes={"model_identity": "5678"}),

@@ -108,7 +108,7 @@ def test_methods_with_other_tasks_seeds_or_budgets_are_not_ranked(tmp_path: Path
     [ranked] = rank_methods_in(tmp_path)
     assert set(ranked.average_rank_by_method) == {"Base", "I-STAR λ=-1 ζ=0.4"}
     assert set(ranked.unranked_methods) == {"CosReg λ=1", "I-STAR λ=1 ζ=0.4", "I-STAR λ=5 ζ=0.4"}
-    assert "Not ranked, because they lack one of these tasks" in ranked.summarize()
+    assert "Not ranked, because on at least one of these tasks they have no run" in ranked.summarize()
     for task in tasks:
         save(record(task, "mine", istar(-1), 7, 0.5), tmp_path, geometry=False)
     [ranked] = rank_methods_in(tmp_path)

@@ -303,10 +303,10 @@ def print_results(runs: SweepRuns) -> int:
             groups = select_best_configurations(groups, runs.grid_by_run)
         markdown = comparison.format_comparison_as_markdown(groups).encode()
         contents = {"comparison.md": markdown}
+        plot_by_name = {plot.name: plot for plot in comparison.build_comparison_plots(groups)}
+        for name, files in render_files(plot_by_name, runs.folder, ("png", "svg")).items():
+            contents |= {f"{name}.{suffix}": content for suffix, content in files.items()}
         with lock_folder(runs.folder):
-            plot_by_name = {plot.name: plot for plot in comparison.build_comparison_plots(groups)}
-            for name, files in render_files(plot_by_name, runs.folder, ("png", "svg")).items():
-                contents |= {f"{name}.{suffix}": content for suffix, content in files.items()}
             runs.output.write(contents)
         console.print(comparison.build_comparison_table(groups))
         console.out(f"{runs.folder}: {', '.join(contents)}", highlight=False)
@@ -338,7 +338,10 @@ def select_best_configurations(
             grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
             candidates_by_key.setdefault((find_method(runs[0].config), grid), []).append(configuration)
         best_by_task[task_and_model] = [
-            max(candidates, key=lambda one: selection_sort_key([run.selection_merit for run in one.runs]))
+            max(
+                candidates,
+                key=lambda candidate: selection_sort_key([run.selection_merit for run in candidate.runs]),
+            )
             for candidates in candidates_by_key.values()
         ]
     return best_by_task

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_SAVES = 300.0
 MIN_TOKENS = 4
-"""Fewest tokens of a text; fewer have no unbiased IsoScore."""
+"""Minimum number of tokens in a text. The unbiased IsoScore is not defined for fewer points."""
 UPDATE_TOKENS = 8_192
 """Maximum number of tokens to add to the statistics at once, unless a batch has more. Adding many at once takes less
 time per token, but a model on a CPU is faster with small batches."""
