@@ -171,6 +171,22 @@ def test_lines() -> None:
     )
 
 
+def test_lines_name_the_settings_in_which_runs_of_one_label_differ() -> None:
+    """Runs of a grid over the learning rate used to have lines of one name."""
+    slow, fast = (
+        make_entry(number, seed=1, status="running", overrides=["task=rte", f"optim.lr={rate}", "seed=1"])
+        for number, rate in ((1, 1e-5), (2, 3e-5))
+    )
+    other_seed = make_entry(3, status="running", overrides=["task=rte", "optim.lr=1e-05", "seed=3"])
+    state = make_state(slow, fast, other_seed)
+    label = "rte · bert · I-STAR λ=-1 ζ=0.4 · seed"
+    names = [f"{label} 1 · optim.lr=1e-05", f"{label} 1 · optim.lr=3e-05", f"{label} 3"]
+    assert [state.describe(entry) for entry in state.entries] == names
+    assert all(f"  {name}: starting" in render_text(state) for name in names)
+    fast.status, fast.metric, fast.value = "finished", "accuracy", 0.5
+    assert format_result_line(state, fast).startswith(f"[1/3] {names[1]}: accuracy 50.00")
+
+
 def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
     config = composed("task=rte")
     entry = live_table.make_entry(Trial(("task=rte",), config, "run1"))
