@@ -115,14 +115,14 @@ class Accumulator:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all states by name."""
+        """Return all states by name. As in torch modules, they are no copies: later updates may change them."""
         self.finish_sums()
         return {**self._get_states(), **{name: child.state_dict() for name, child in self._find_children().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the states that `state_dict` returned, on the device of this accumulator."""
+        """Restore copies of the states that `state_dict` returned, on the device of this accumulator."""
         for name, own in self._get_states().items():
-            setattr(self, name, self._move(state[name], own))
+            setattr(self, name, copy.deepcopy(self._move(state[name], own)))
         for name, child in self._find_children().items():
             child.load_state_dict(state[name])
 

@@ -72,7 +72,9 @@ def class_isotropy(points: Tensor, labels: Tensor, mask: Tensor | None = None) -
     >>> [round(score.item(), 3) for score in scores]
     [1.0, 0.0, 0.818]
     """
-    moments = ClassMoments.of(points, labels, mask)
+    check_points(points)
+    # As in `isoscore`, sums in float64.
+    moments = ClassMoments.of(points.to(accumulation_dtype(points.device)), labels, mask)
     return ClassIsotropy(moments.isoscore_within(), moments.isoscore_between(), moments.between_share())
 
 
@@ -204,7 +206,7 @@ class ClassMoments(Accumulator):
         return self.counts @ self.means / self.count.clamp(min=1)
 
     def update(self, points: Tensor, labels: Tensor, mask: Tensor | None = None) -> Self:
-        """Add a batch of points. Returns this accumulator.
+        """Add a batch of n points, with a matrix `(n, C)` in memory. Returns this accumulator.
 
         Args:
             points: `(..., d)`, any floating dtype.

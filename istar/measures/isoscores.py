@@ -19,7 +19,7 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures.moments import FourthMoments, Moments
-from istar.measures.numerics import accumulation_dtype
+from istar.measures.numerics import accumulation_dtype, check_points, is_rounding
 
 MomentsT = TypeVar("MomentsT", bound=Moments)
 
@@ -45,9 +45,7 @@ def isoscore(points: Tensor | Moments, mask: Tensor | None = None) -> Tensor:
     >>> round(isoscore(cross).item(), 6), round(isoscore(cross * torch.tensor([1.0, 0.0])).item(), 6)
     (1.0, 0.0)
     """
-    covariance = _to_moments(points, mask, Moments).covariance()
-    _check_nonzero_trace(covariance, "the covariance of the points")
-    return unchecked_isoscore(covariance)
+    return unchecked_isoscore(_compute_nonzero_covariance(_to_moments(points, mask, Moments)))
 
 
 def isoscore_star(
@@ -117,7 +115,7 @@ def isoscore_unbiased(points: Tensor | FourthMoments, mask: Tensor | None = None
     moments = _to_moments(points, mask, FourthMoments)
     if moments.count < 4:
         raise UserError(f"{moments.count:g} points have no unbiased score; expected at least 4 points")
-    _check_nonzero_trace(moments.covariance(), "the covariance of the points")
+    _compute_nonzero_covariance(moments)
     score = unchecked_isoscore_unbiased(moments)
     if not torch.isfinite(score):
         raise UserError(
@@ -161,9 +159,7 @@ def shrinkage_intensity(moments: FourthMoments, shrinkage_covariance: Tensor) ->
         UserError: for fewer than 2 points, points that are all equal, a T that is zero or not finite, or shapes that
             differ.
     """
-    covariance = moments.covariance().detach()
-    _check_same_shape(covariance, shrinkage_covariance)
-    _check_nonzero_trace(covariance, "the covariance of the points")
+    _check_same_shape(_compute_nonzero_covariance(moments), shrinkage_covariance)
     _check_nonzero_trace(shrinkage_covariance, "the shrinkage covariance")
     return unchecked_shrinkage_intensity(moments, shrinkage_covariance)
 
@@ -252,11 +248,21 @@ def check_covariance(covariance: Tensor, name: str) -> None:
 
 
 def _to_moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: type[MomentsT]) -> MomentsT:
-    if isinstance(points, Tensor):
-        return moments_class.of(points, mask)
+    if not isinstance(points, Moments):
+        check_points(points)
+        # Sums in float32, as of an accumulator, would lose the small points next to a few very large ones.
+        return moments_class.of(points.to(accumulation_dtype(points.device)), mask)
     if mask is not None:
         raise UserError("a mask was given with moments; give it to Moments.update, with the points")
     return points
+
+
+def _compute_nonzero_covariance(moments: Moments) -> Tensor:
+    """Return the covariance of points; raise `UserError` if it is not finite, or zero up to rounding."""
+    covariance = moments.covariance()
+    squared_mean = moments.mean.square().sum()
+    _check_nonzero_trace(covariance, "the covariance of the points", squared_mean, moments.epsilon)
+    return covariance
 
 
 def _check_same_shape(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
@@ -267,13 +273,16 @@ def _check_same_shape(covariance: Tensor, shrinkage_covariance: Tensor) -> None:
         )
 
 
-def _check_nonzero_trace(covariance: Tensor, name: str) -> None:
+def _check_nonzero_trace(
+    covariance: Tensor, name: str, squared_mean: Tensor | None = None, epsilon: Tensor | float = 0.0
+) -> None:
     dim = covariance.shape[0]
     if dim < 2:
         raise UserError(f"isotropy needs at least 2 dimensions; {name} has {dim}")
     if not torch.isfinite(covariance.detach()).all():
         raise NonFiniteError(f"{name} is not finite; look for NaN, infinite or too large values in the points")
-    if covariance.detach().diagonal().sum() <= 0:  # torch 2.10 has no trace in half precision.
+    trace = covariance.detach().diagonal().sum()  # torch 2.10 has no trace in half precision.
+    if is_rounding(trace, trace.new_zeros(()) if squared_mean is None else squared_mean, epsilon):
         raise UserError(
             f"{name} is zero, as all points are equal or differ by too little for their dtype: its isotropy is not "
             "defined; give other points, or multiply them by a constant"

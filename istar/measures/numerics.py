@@ -14,6 +14,7 @@ BLOCK = 2**18
 BLOCK_ON_DEVICES = 2**25
 """Numbers per block on other devices: 256 MiB in float64, because each operation there has a large fixed cost."""
 
+_FLOAT32_EPSILON = torch.finfo(torch.float32).eps
 _FULL_PRECISION_SETTINGS = {"none", "ieee"}
 """Settings of torch's backends with which float32 products are computed in float32."""
 _BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
@@ -69,8 +70,25 @@ def select_rows(points: Tensor, mask: Tensor | None = None, dim: int | None = No
     return points.reshape(-1, points.shape[-1]) if mask is None else points[mask.bool()]
 
 
+def check_tensor(values: object, name: str) -> None:
+    """Raise `UserError` unless the values are a tensor. The message names them by `name`."""
+    if not isinstance(values, Tensor):
+        raise UserError(
+            f"{name}: expected a tensor instead of a {type(values).__name__}; torch.as_tensor converts arrays and lists"
+        )
+
+
+def is_rounding(variance: Tensor, squared_mean: Tensor, epsilon: Tensor | float = _FLOAT32_EPSILON) -> Tensor:
+    """Return whether a variance is 0 or nothing but the rounding error of equal points with this mean, elementwise.
+
+    `epsilon` is the machine epsilon of the dtype in which the points were summed, float32 by default.
+    """
+    return variance.detach() <= 16 * epsilon**2 * squared_mean.detach()
+
+
 def check_points(points: Tensor, dim: int | None = None) -> None:
     """Raise `UserError` unless the points are floating and `(n, d)`, or `(..., dim)` if `dim` is given."""
+    check_tensor(points, "points")
     if points.dim() < (2 if dim is None else 1) or points.shape[-1] < 1 or dim not in (None, points.shape[-1]):
         expected = f"(..., {dim})" if dim else "(n, d)"
         raise UserError(f"points have shape {tuple(points.shape)}; expected {expected}")
@@ -80,7 +98,10 @@ def check_points(points: Tensor, dim: int | None = None) -> None:
 
 def check_one_per_point(values: Tensor | None, name: str, points: Tensor) -> None:
     """Raise `UserError` unless `values` is None or has shape `(...)` for points `(..., d)`. The message uses `name`."""
-    if values is not None and values.shape != points.shape[:-1]:
+    if values is None:
+        return
+    check_tensor(values, name)
+    if values.shape != points.shape[:-1]:
         raise UserError(
             f"{name} has shape {tuple(values.shape)}; expected {tuple(points.shape[:-1])} for points of shape "
             f"{tuple(points.shape)}"
@@ -100,6 +121,7 @@ def check_matrix(points: Tensor, name: str) -> None:
 
     The message names the points by `name`, a plural.
     """
+    check_tensor(points, name)
     if points.dim() != 2 or 0 in points.shape:
         raise UserError(f"{name} have shape {tuple(points.shape)}; expected (n, d)")
     if not points.is_floating_point():
@@ -115,6 +137,7 @@ def check_integers(values: Tensor, name: str) -> None:
 
 def upcast_vector(values: Tensor, name: str) -> Tensor:
     """Convert finite floating values `(d,)` to float64 (float32 on MPS); raise `UserError` for all others."""
+    check_tensor(values, name)
     if values.dim() != 1 or not len(values):
         raise UserError(f"{name} has shape {tuple(values.shape)}; expected (d,)")
     if not values.is_floating_point():

@@ -20,13 +20,6 @@ from istar.regularizers.points import Layers, Tokens, check_layers, select_layer
 
 KEEP = "keep"
 SIDES = ("both", "above", "below")
-ROUNDING = 16 * torch.finfo(torch.float32).eps ** 2
-"""Largest variance, relative to the squared mean, that can be the rounding error of equal float32 points."""
-
-
-def is_rounding(variance: Tensor, squared_mean: Tensor) -> Tensor:
-    """Return whether a variance is 0 or nothing but the rounding error of equal points with this mean, elementwise."""
-    return variance.detach() <= ROUNDING * squared_mean.detach()
 
 
 class UndefinedCount:
@@ -156,7 +149,9 @@ class Terms(NamedTuple):
     def detach(self) -> Self:
         """Return the terms without their autograd graph and without `sums`, for logs."""
         zeta, left_out, target = (None if term is None else term.detach() for term in self[3:6])
-        return type(self)(self.value.detach(), self.score.detach(), self.points.detach(), zeta, left_out, target)
+        # torch.compile cannot return a view of a tensor, as `points` may be.
+        points = self.points.detach().clone()
+        return type(self)(self.value.detach(), self.score.detach(), points, zeta, left_out, target)
 
     @property
     def is_undefined(self) -> Tensor:
@@ -243,6 +238,8 @@ class Penalty(nn.Module, ABC):
     def __post_init__(self) -> None:
         super().__init__()
         check_layers(self.layers)
+        if self.set_point is not None and not isinstance(self.set_point, SetPoint):
+            raise OptionError(f"set_point={self.set_point!r}; expected a SetPoint, such as SetPoint(0.3)")
         if self.set_point is not None and self.set_point.is_kept:
             self.register_buffer("kept_score", torch.tensor(math.nan))
             self.register_buffer("kept_batches", torch.tensor(0))
@@ -252,6 +249,9 @@ class Penalty(nn.Module, ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and not math.isfinite(value):
             raise OptionError(f"lambda={value}; expected a finite number")
+        option = type(self).__dataclass_fields__.get(name)
+        if option is not None and option.init and name in vars(self) and name not in ("weight", "sync", "group"):
+            raise OptionError(f"{name}={value}: only weight can change; create a new penalty")
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import sum_over_processes
-from istar.measures.numerics import accumulation_dtype, full_precision
+from istar.measures.numerics import accumulation_dtype, full_precision, is_rounding
 from istar.measures.sentences import SentenceMoments, SentenceSums
-from istar.regularizers.base import is_rounding
 from istar.regularizers.estimators import Estimate, Estimator
 from istar.regularizers.points import Tokens, check_same_width
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from istar.measures.isoscores import covariance_or_nan
 from istar.measures.moments import Moments
-from istar.regularizers.base import MomentsPenalty, is_rounding, squared_off_diagonal
+from istar.measures.numerics import is_rounding
+from istar.regularizers.base import MomentsPenalty, squared_off_diagonal
 
 
 @dataclass(eq=False, repr=False)

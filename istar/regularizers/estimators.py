@@ -23,7 +23,7 @@ from istar.measures.isoscores import (
     unchecked_shrinkage_intensity,
 )
 from istar.measures.moments import BatchMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
-from istar.regularizers.base import is_rounding
+from istar.measures.numerics import is_rounding
 from istar.regularizers.points import Tokens
 
 

@@ -78,7 +78,7 @@ class IStar(Penalty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.zeta = parse_zeta(self.zeta)
+        object.__setattr__(self, "zeta", parse_zeta(self.zeta))
         self._check_options()
         self._estimator = self._make_estimator()
         self.measure = self._estimator.measure
@@ -89,7 +89,8 @@ class IStar(Penalty):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "shrinkage_covariance" and value is not None:
             check_covariance(value, "the shrinkage covariance")
-            value = value.detach()
+            with torch.inference_mode(False):  # Tensors of inference mode cannot be trained with.
+                value = value.detach().clone()
         super().__setattr__(name, value)
 
     @property

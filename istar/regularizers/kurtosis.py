@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from istar.measures.accumulator import sum_over_processes
-from istar.measures.numerics import accumulation_dtype
-from istar.regularizers.base import Penalty, SetPoint, Terms, is_rounding
+from istar.measures.numerics import accumulation_dtype, is_rounding
+from istar.regularizers.base import Penalty, SetPoint, Terms
 
 UNIFORM = SetPoint(1.8)
 """The target of Shkolnik et al. (2020), the kurtosis of a uniform distribution."""

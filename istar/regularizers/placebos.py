@@ -46,7 +46,8 @@ class RandomDirection(IStar):
         d, rotation = hidden_state.shape[-1], self._rotation
         if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, hidden_state.device):
             # The rotation is kept between steps, because computing it takes O(d^3) time.
-            self._rotation = rotation = random_rotation(d, self.seed).to(hidden_state.device, dtype)
+            with torch.inference_mode(False):  # Training would refuse a tensor of inference mode.
+                self._rotation = rotation = random_rotation(d, self.seed).to(hidden_state.device, dtype)
         return super().summarize(_RotateGradient.apply(hidden_state, rotation), tokens)
 
 

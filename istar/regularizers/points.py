@@ -10,6 +10,7 @@ from torch import Tensor
 from istar.errors import OptionError, UserError, check_one_of
 from istar.measures.classes import count_classes
 from istar.measures.moments import mask_to_indices
+from istar.measures.numerics import check_tensor
 
 Layers = str | Sequence[int]
 
@@ -141,8 +142,20 @@ def select_layers(hidden_states: Sequence[Tensor], layers: Layers = "all") -> li
             the last layer.
 
     Raises:
-        UserError: for an unknown name, or a number of a layer that does not exist.
+        UserError: for an unknown name, a number of a layer that does not exist, and anything but a sequence of tensors
+            with the same number of dimensions.
     """
+    # One tensor would be taken for its sequences, and a `ModelOutput` for all that a model returns.
+    if not isinstance(hidden_states, Sequence):
+        raise UserError(
+            f"the hidden states are a {type(hidden_states).__name__}; expected a sequence of tensors (batch, tokens, "
+            "d), such as outputs.hidden_states"
+        )
+    for hidden_state in hidden_states:
+        check_tensor(hidden_state, "a hidden state")
+    if len({hidden_state.dim() for hidden_state in hidden_states}) > 1:
+        shapes = ", ".join(str(tuple(hidden_state.shape)) for hidden_state in hidden_states)
+        raise UserError(f"the hidden states have shapes {shapes}; expected (batch, tokens, d) for each")
     if len(hidden_states) < 2:
         raise UserError(
             f"{len(hidden_states)} hidden states were given; expected the embedding output and one per layer"
@@ -254,6 +267,7 @@ class Tokens:
                 "within='label' needs labels, which this call of the model does not have; pass them to the model, or "
                 "leave out within"
             )
+        check_tensor(labels, "labels")
         if tuple(labels.shape) != (batch_size,) or labels.is_floating_point():
             raise UserError(
                 f"within='label' needs one class for each sequence, integers of shape ({batch_size},); the labels are "

@@ -182,6 +182,15 @@ def test_saved_and_restored_it_goes_on(name: str, tmp_path: Any) -> None:
     assert_close(summarize(restored), summarize(saved), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_one_that_was_restored_from_another_shares_no_memory_with_it(name: str) -> None:
+    saved, restored = accumulate(name, 0), CASES[name][0]()
+    expected = summarize(copy.deepcopy(saved))
+    restored.load_state_dict(saved.state_dict())
+    CASES[name][1](restored, make_batch(1))
+    assert_close(summarize(saved), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def compute_loss(moments: Moments) -> Tensor:
     return isoscore(moments) + moments.mean.square().sum()
 

@@ -6,7 +6,7 @@ from IsoScore import IsoScore as Published
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.measures import Moments, isoscore, isoscore_from_covariance, isoscore_star, shrink
+from istar.measures import Moments, isoscore, isoscore_from_covariance, isoscore_star, isoscore_unbiased, shrink
 from istar.measures.isoscores import unchecked_isoscore
 from tests.oracles import algorithm_1, algorithm_2, steps_6_to_9
 
@@ -250,6 +250,13 @@ def make_points_with_value(value, shape=(9, 3)):
     return points
 
 
+def test_float32_points_with_a_massive_activation_are_scored_in_float64():
+    points = 0.3 * cloud(200, 64).float()
+    points[0], points[0, 3], points[0, 7] = 0.01, 1500.0, -1050.0
+    for score in (isoscore, isoscore_unbiased):
+        assert_close(score(points), score(points.double()), rtol=0, atol=0)
+
+
 EYE = torch.eye(3, dtype=torch.float64)
 INVALID_CALLS = [
     (lambda: isoscore(cloud(1, 3)), "1 points have no covariance; expected at least 2 points"),
@@ -257,13 +264,16 @@ INVALID_CALLS = [
     (lambda: isoscore(cloud(0, 3)), "0 points have no covariance"),
     (lambda: isoscore(cloud(5, 3)[0]), r"shape \(3,\); expected \(n, d\)"),
     (lambda: isoscore(cloud(5, 3)[:, :1]), "at least 2 dimensions; the covariance of the points has 1"),
-    (lambda: isoscore(torch.ones(5, 0)), "0 dimensions"),
+    (lambda: isoscore(torch.ones(5, 0)), r"shape \(5, 0\); expected \(n, d\)"),
     (lambda: isoscore(torch.full((77, 3), 0.1)), "all points are equal"),
     (lambda: isoscore(cloud(1, 3).expand(77, 3)), "all points are equal"),
     (
         lambda: isoscore(Moments.of(cloud(1, 3).expand(7, 3)).update(cloud(1, 3).expand(5, 3))),
         "points are equal",
     ),
+    (lambda: isoscore(Moments.of(cloud(1, 59).float().expand(110, 59))), "points are equal"),
+    (lambda: isoscore([[1.0, 2.0]]), "points: expected a tensor instead of a list; torch.as_tensor converts"),
+    (lambda: isoscore(cloud(5, 3), [1, 1, 1, 1, 0]), "mask: expected a tensor instead of a list"),
     (lambda: isoscore(make_points_with_value(torch.nan)), "not finite; look for NaN, infinite or too large values"),
     (lambda: isoscore(make_points_with_value(torch.inf)), "not finite; look for NaN, infinite or too large values"),
     (lambda: isoscore_star(make_points_with_value(torch.nan), EYE, 0.5), "the shrunk covariance is not finite"),

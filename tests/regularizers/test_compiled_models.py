@@ -39,3 +39,16 @@ def test_the_encoder_stays_one_graph(caplog: pytest.LogCaptureFixture) -> None:
         assert_close(compute_gradients(), expected, rtol=1e-9, atol=1e-12)
     assert len(graphs) == 2  # the encoder, and the classifier after the penalty
     assert "recompile_limit" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
+@pytest.mark.parametrize("penalty", [istar.CosReg(1.0), istar.SimCtg(1.0), istar.IStar(1.0, zeta=0)])
+def test_a_compiled_penalty_has_the_values_and_gradients_of_the_eager_one(penalty: istar.Penalty) -> None:
+    torch.manual_seed(0)
+    hidden_states = [torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    mask = torch.ones(3, 5)
+    results = []
+    for call in (penalty, torch.compile(penalty, backend="aot_eager")):
+        loss = call(hidden_states, mask)
+        results.append([loss, penalty.last.points, *torch.autograd.grad(loss, hidden_states[-1:])])
+    assert_close(results[1], results[0], rtol=1e-12, atol=1e-15)

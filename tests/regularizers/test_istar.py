@@ -6,7 +6,7 @@ from IsoScore import IsoScore as Published
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from istar.errors import NonFiniteError, UserError
+from istar.errors import NonFiniteError, OptionError, UserError
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1, shrinkage_intensity, stack, unbiased_isoscore
 from tests.regularizers.clouds import check_undefined
@@ -491,6 +491,14 @@ def test_weight_0_is_0_whatever_the_states_hold_and_a_schedule_may_change_it():
     assert penalty.weight == -2.0
 
 
+def test_other_options_do_not_change_after_they_were_checked():
+    penalty = make_penalty(0.2)
+    for option, value in {"zeta": 0.0, "estimator": "unbiased", "within": "label", "layers": "last"}.items():
+        with pytest.raises(OptionError, match=f"{option}={value}: only weight can change"):
+            setattr(penalty, option, value)
+    assert repr(penalty) == repr(make_penalty(0.2))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("arguments", [{}, {"compute": "bf16"}, {"zeta": "auto"}, {"zeta": 0, "estimator": "unbiased"}])
 def test_a_state_that_is_not_finite_carries_nan_to_the_loss_and_the_gradient(value, arguments):
@@ -617,6 +625,15 @@ def test_sigma_s_has_no_graph():
     assert not penalty.shrinkage_covariance.requires_grad
 
 
+def test_sigma_s_of_inference_mode_can_be_trained_with_and_loaded():
+    penalty, hidden_states = make_penalty(), [state.requires_grad_() for state in states()]
+    with torch.inference_mode():
+        penalty.shrinkage_covariance = sigma() + 0
+    penalty(hidden_states).backward()
+    penalty.load_state_dict({"shrinkage_covariance": 2 * sigma()})
+    assert_close(penalty.shrinkage_covariance, 2 * sigma(), rtol=0, atol=0)
+
+
 # What is refused ----------------------------------------------------------------------------------------------
 
 
@@ -629,6 +646,8 @@ INVALID_CALLS = [
     (lambda: IStar(1.0, "high"), "zeta=high"),
     (lambda: IStar(1.0, 0.2, estimator="unbiased"), "zeta=0.2"),
     (lambda: IStar(1.0, "auto", estimator="unbiased"), "zeta=auto"),
+    (lambda: IStar(1.0, 0, set_point=0.3), "set_point=0.3; expected a SetPoint"),
+    (lambda: IStar(1.0, 0, within="label")(states(), labels=[0, 1, 0, 1]), "labels: expected a tensor"),
     (lambda: IStar(1.0, 0, estimator="unbised"), "estimator=unbised"),
     (lambda: IStar(1.0, 0, compute="float16"), "compute=float16"),
     (lambda: IStar(1.0, "auto", compute="bf16"), "compute=bf16"),

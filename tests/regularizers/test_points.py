@@ -40,6 +40,10 @@ def test_all_layers_is_the_default():
         (STATES, [], r"layers=\[\] is neither"),
         (STATES[:1], "all", "1 hidden states were given; expected the embedding output and one per layer"),
         ((), "last", "0 hidden states were given"),
+        (STATES[3], "last", r"are a Tensor; expected a sequence .* such as outputs.hidden_states"),
+        ({"hidden_states": STATES}, "all", "are a dict; expected a sequence"),
+        ([state.numpy() for state in STATES], "all", "a hidden state: expected a tensor instead of a ndarray"),
+        ((STATES[3], STATES[3][:, 0]), "last", r"have shapes \(2, 3, 4\), \(2, 4\); expected \(batch, tokens, d\)"),
     ],
 )
 def test_layers_that_the_model_does_not_have_are_refused_in_one_line(states, layers, message):
