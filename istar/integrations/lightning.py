@@ -45,6 +45,7 @@ class PenaltyCallback(L.Callback):
             nor the global random number generators.
         modules: for models that are not transformers models, a function that returns, for a LightningModule, the
             modules that output the hidden states.
+        suffix: appended to the logged names and to `state_key`; several callbacks of one trainer need different ones.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class PenaltyCallback(L.Callback):
         model: FindModel = "model",
         loader: Iterable[Any] | None = None,
         modules: Callable[[L.LightningModule], Sequence[nn.Module]] | None = None,
+        suffix: str = "",
     ) -> None:
         self.penalty = penalty
         self.settings = settings
         self.model = model
         self.loader = loader
         self.modules = modules
+        self.suffix = suffix
         # None while the penalty is attached to no model.
         self._attached: AttachedPenalty | None = None
         # The penalty as it was attached before.
@@ -72,6 +75,11 @@ class PenaltyCallback(L.Callback):
         # methods of the LightningModule on its callbacks, again for each training.
         state = {name: value for name, value in self.__dict__.items() if name not in ("log", "log_dict")}
         return {**state, "_attached": None, "_detached": None}
+
+    @property
+    def state_key(self) -> str:
+        """The key of the penalty's state in checkpoints."""
+        return f"{super().state_key}{self.suffix}"
 
     def loss(self) -> Tensor:
         """Compute the weighted penalty of the latest forward pass, for `training_step`.
@@ -140,8 +148,11 @@ class PenaltyCallback(L.Callback):
         terms: dict[str, float | Tensor] = {**self._attached.terms(), **self._attached.progress()}
         if pl_module.automatic_optimization and outputs and outputs["loss"] is not None:
             # Lightning has divided the loss by the number of micro-batches.
-            terms["task_loss"] = outputs["loss"] * trainer.accumulate_grad_batches - terms.get("penalty", 0)
-        pl_module.log_dict({f"train/{name}": value for name, value in terms.items()})
+            terms["task_loss"] = outputs["loss"] * trainer.accumulate_grad_batches
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, PenaltyCallback) and callback._attached is not None:
+                    terms["task_loss"] = terms["task_loss"] - callback._attached.terms().get("penalty", 0)
+        pl_module.log_dict({f"train/{name}{self.suffix}": value for name, value in terms.items()})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the penalty's state; see `istar.AttachedPenalty.state_dict`."""
@@ -190,6 +201,7 @@ class IsotropyCallback(L.Callback):
         model: see `FindModel`.
         layers: as in `istar.IStar`.
         points: as in `istar.PenaltySettings`.
+        suffix: appended to the logged names; several callbacks of one trainer need different ones.
     """
 
     def __init__(
@@ -198,12 +210,26 @@ class IsotropyCallback(L.Callback):
         model: FindModel = "model",
         layers: Layers = "all",
         points: Points = ALL_POINTS,
+        suffix: str = "",
     ) -> None:
         for measure in measures:
             check_one_of("measure", measure, TRAINING_MEASURES)
-        self.measures, self.model, self.layers, self.points = measures, model, layers, points
+        self.measures, self.model, self.layers, self.points, self.suffix = measures, model, layers, points, suffix
         self._sums: LayerSums | None = None
         self._reader: HiddenStateReader | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Check the suffixes of all callbacks of the trainer.
+
+        Raises:
+            UserError: if another callback has the same suffix.
+        """
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, IsotropyCallback) and callback is not self and callback.suffix == self.suffix:
+                raise UserError(
+                    f"the trainer has two IsotropyCallbacks with suffix={self.suffix!r}; expected different ones: "
+                    'IsotropyCallback(suffix="_2")'
+                )
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Read the forward passes from now on."""
@@ -220,8 +246,8 @@ class IsotropyCallback(L.Callback):
         sums = sum_all_points(self._sums, pl_module.device)
         if sums is None:
             raise UserError(f"validation_step did not call {self.model!r}: IsotropyCallback(model=...) names the model")
-        values = {f"val/{name}": value for name, value in sums.compute_defined(self.measures).items()}
-        pl_module.log_dict(values, sync_dist=True)
+        values = sums.compute_defined(self.measures)
+        pl_module.log_dict({f"val/{name}{self.suffix}": value for name, value in values.items()}, sync_dist=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._remove_reader()

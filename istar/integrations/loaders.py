@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
     generators, because collate functions may draw from them; `refresh` restores the generators afterwards.
 
     Args:
-        loader: a DataLoader. If accelerate prepared it, each process gets its share of the data. Any other iterable is
-            iterated as it is.
+        loader: a DataLoader. If accelerate prepared it, each process gets its share of the data. If accelerate reads
+            in one process for all, as it does with streams, every process reads all batches here, and keeps its share.
+            Any other iterable is iterated as it is.
         seed: seed of the order of a shuffling loader, equal on all processes. The number of optimizer steps, for
             example, gives the same order after resuming as without the interruption.
     """
@@ -32,8 +34,15 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
     # numpy accepts seeds below 2**32 only.
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
-    loader = getattr(loader, "base_dataloader", loader)
-    yield from _copy_loader(loader, seed) if isinstance(loader, DataLoader) else loader
+    base_loader = getattr(loader, "base_dataloader", loader)
+    batches = _copy_loader(base_loader, seed) if isinstance(base_loader, DataLoader) else base_loader
+    if base_loader is not loader:
+        from accelerate.data_loader import DataLoaderDispatcher
+
+        # This loader reads all batches in the first process only.
+        if isinstance(loader, DataLoaderDispatcher):
+            batches = islice(batches, loader.state.process_index, None, loader.state.num_processes)
+    yield from batches
 
 
 def check_first_batch(attached: AttachedPenalty, loader: Any) -> None:

@@ -16,7 +16,7 @@ from istar.hidden_states import AttachedPenalty, PenaltySettings, attach
 from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.attached_penalty import HIDDEN_STATES, NUM_POINTS
 from istar.hidden_states.model_layers import find_layers
-from istar.integrations.transformers import PenaltyCallback, save_penalty
+from istar.integrations.transformers import STATE_FILE, PenaltyCallback, save_penalty
 from istar.regularizers import Penalty, layer_numbers, select_layers
 from istar.regularizers.points import Tokens
 
@@ -107,7 +107,7 @@ class PenaltyLoss(nn.Module):
         """Return the components of the wrapped loss (or `task_loss`), the weighted `penalty`, and its terms for logs.
 
         Raises:
-            UserError: if the wrapped loss did not run the model with gradients.
+            UserError: if the wrapped loss did not run the model with gradients, or no callback follows the schedule.
         """
         is_penalized = torch.is_grad_enabled() and self.penalty.weight != 0
         self._collects_points, self._point_summaries = is_penalized, []
@@ -259,12 +259,22 @@ class _AttachedLoss(AttachedPenalty):
     def __init__(self, owner: PenaltyLoss) -> None:
         super().__init__(owner.penalty, owner.settings)
         self._owner = owner
+        self._has_set_weight = False
 
     @property
     def num_layers(self) -> int:
         return self._owner.num_layers
 
+    def set_weight(self, step: int, num_steps: int) -> None:
+        self._has_set_weight = True
+        super().set_weight(step, num_steps)
+
     def loss(self) -> Tensor:
+        if self._owner.settings.has_schedule and not self._has_set_weight:
+            raise UserError(
+                "the schedule of PenaltyLoss needs its callback in the trainer, which sets lambda before each step: "
+                "callbacks=[PenaltyLossCallback(loss)]"
+            )
         return self.penalty.combine(self._owner.take_summaries())
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
@@ -279,20 +289,39 @@ class PenaltyLossCallback(PenaltyCallback):
     neither the batches of training nor the global random number generators.
 
     Args:
-        loss: the trainer's loss.
+        loss: the trainer's loss, one of its losses for several datasets, or a `PenaltyLoss` within one.
+        suffix: appended to the name of the file with the state; callbacks for several datasets need different ones.
+
+    Raises:
+        UserError: in training, if two callbacks of the trainer would use the same file.
     """
 
-    def __init__(self, loss: PenaltyLoss) -> None:
+    def __init__(self, loss: PenaltyLoss, suffix: str = "") -> None:
         super().__init__(loss)
+        num_losses = sum(isinstance(module, PenaltyLoss) for module in loss.modules())
+        number = f"_{num_losses}" if num_losses > 1 else ""
+        path = Path(STATE_FILE)
+        self.state_file = f"{path.stem}{number}{suffix}{path.suffix}"
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Load the penalty's state if training resumes from a checkpoint."""
+        # The trainer has one state for each training, which all callbacks get.
+        used_files = vars(state).setdefault("penalty_files", set())
+        if self.state_file in used_files:
+            raise UserError(
+                f"two PenaltyLossCallbacks use the file {self.state_file}; expected different ones: "
+                'PenaltyLossCallback(loss, suffix="_2")'
+            )
+        used_files.add(self.state_file)
         self.owner.resumed_checkpoint = _checkpoint_folder(args, state) if state.global_step > 0 else None
         super().on_train_begin(args, state, control, **kwargs)
 
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check nothing, because a step may use the loss of another dataset."""
+
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the penalty's state in the folder of the checkpoint."""
-        save_penalty(self.attached, _checkpoint_folder(args, state), args)
+        save_penalty(self.attached, _checkpoint_folder(args, state) / self.state_file, args)
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the weight back that a schedule has changed."""

@@ -38,8 +38,9 @@ class PenaltyMixin(_TrainerBase):
     """Adds a penalty on hidden states to the loss of a `Trainer`: `class MyTrainer(PenaltyMixin, Trainer)`.
 
     The mixin comes first among the base classes. It works with any trainer that calls the model once with gradients in
-    `compute_loss`. Hooks read the hidden states while `train` runs. Therefore trl's `SFTTrainer` is supported, although
-    its fused head returns no hidden states. For that trainer, declare that it normalizes its loss:
+    `compute_loss`. A `compute_loss` of the class itself must call `super().compute_loss()`, or be moved to a base class
+    after the mixin. Hooks read the hidden states while `train` runs. Therefore trl's `SFTTrainer` is supported,
+    although its fused head returns no hidden states. For that trainer, declare that it normalizes its loss:
 
         class PenaltySFTTrainer(PenaltyMixin, SFTTrainer):
             task_loss_is_normalized = True
@@ -77,7 +78,7 @@ class PenaltyMixin(_TrainerBase):
             with side effects in `compute_loss`, such as `SFTTrainer`, which collects metrics in it.
 
     Raises:
-        UserError: if `Trainer` would use `nn.DataParallel`.
+        UserError: if `Trainer` would use `nn.DataParallel`. In the first step, if the loss does not have the penalty.
     """
 
     task_loss_is_normalized: bool | None = None
@@ -101,6 +102,8 @@ class PenaltyMixin(_TrainerBase):
         self._attached: AttachedPenalty | None = None
         self.resumed_checkpoint: Path | None = None
         self._has_trained = False
+        # Whether `compute_loss` has added the penalty since the last optimizer step.
+        self._is_penalized = False
         # Factor of the penalty that compensates for averaging over processes, if the task loss is not normalized.
         self._unnormalized_loss_factor = 1
         # Sums of the penalty's terms since the last log, and the number of penalties with each term.
@@ -135,7 +138,23 @@ class PenaltyMixin(_TrainerBase):
         """Remove the hooks from the model, if there are any. Called when training ends or fails."""
         if self._attached is not None:
             self._attached.remove()
-        self._attached, self._term_sums = None, {}
+        self._attached, self._term_sums, self._is_penalized = None, {}, False
+
+    def check_loss(self) -> None:
+        """Check that the penalty is part of the loss. Called before each optimizer step.
+
+        Raises:
+            UserError: if the trainer has not called `compute_loss` of this class since the last step, although the
+                penalty's weight is not 0.
+        """
+        if self.penalty.weight != 0 and not self._is_penalized:
+            name = type(self).__name__
+            raise UserError(
+                f"{name} trains without the penalty, because it does not call compute_loss of PenaltyMixin: call "
+                "super().compute_loss() in your own compute_loss, or move yours to another class, as in "
+                f"class {name}(PenaltyMixin, WeightedTrainer)"
+            )
+        self._is_penalized = False
 
     def compute_loss(
         self,
@@ -154,6 +173,7 @@ class PenaltyMixin(_TrainerBase):
         loss, outputs = result if return_outputs else (result, None)
         self.penalty.last = None
         task_loss, loss = loss / scale, loss + scale * self._attached.loss().to(loss.device)
+        self._is_penalized = True
         self._accumulate_terms(self._attached.terms(task_loss))
         return (loss, outputs) if return_outputs else loss
 
@@ -168,7 +188,7 @@ class PenaltyMixin(_TrainerBase):
         """Call `Trainer.save_model` and, during training, save the penalty's state in the same folder."""
         super().save_model(output_dir, *args, **kwargs)
         if self._attached is not None:
-            save_penalty(self._attached, Path(str(output_dir or self.args.output_dir)), self.args)
+            save_penalty(self._attached, Path(str(output_dir or self.args.output_dir), STATE_FILE), self.args)
 
     def _compute_penalty_scale(self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | int | None) -> float:
         """The conditions are those under which `Trainer.training_step` divides by the number of micro-batches."""
@@ -244,33 +264,44 @@ class PenaltyCallback(TrainerCallback):
     reporters that are called earlier.
 
     Args:
-        owner: has a method `attach_penalty`, and the attribute `resumed_checkpoint`, a folder or None.
+        owner: has a method `attach_penalty`, and the attribute `resumed_checkpoint`, a folder or None. A trainer also
+            has a method `check_loss`.
     """
+
+    state_file = STATE_FILE
+    """Name of the file with the penalty's state in the folder of a checkpoint."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self.attached: Any = None
+        # Whether training resumes within the next epoch, rather than at its beginning.
+        self._resumes_epoch = False
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the penalty to the model, and load its state if training resumes from a checkpoint."""
         self.attached = self.owner.attach_penalty()
         if self.owner.resumed_checkpoint is not None:
-            path = self.owner.resumed_checkpoint / STATE_FILE
+            path = self.owner.resumed_checkpoint / self.state_file
             if path.exists():
                 self.attached.load_state_dict(load_file(path))
             else:
                 warnings.warn(f"{path} does not exist: the checkpoint has no penalty", UserWarning, stacklevel=2)
         self.attached.penalty.to(args.device)
+        self._resumes_epoch = state.global_step > 0 and not float(state.epoch).is_integer()
 
     def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Compute Sigma_S if it is due, unless training resumes within an epoch."""
-        is_epoch_start = state.epoch is None or float(state.epoch).is_integer()
-        self._refresh_if_due(args, state, is_epoch_start, kwargs["train_dataloader"])
+        self._refresh_if_due(args, state, not self._resumes_epoch, kwargs["train_dataloader"])
+        self._resumes_epoch = False
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the penalty's weight, and compute Sigma_S if it is due before this optimizer step."""
         self.attached.set_weight(state.global_step, state.max_steps)
         self._refresh_if_due(args, state, False, kwargs["train_dataloader"])
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check that the penalty is part of the loss."""
+        self.owner.check_loss()
 
     def _refresh_if_due(self, args: TrainingArguments, state: Any, is_epoch_start: bool, loader: Any) -> None:
         # The seed depends on the step, so that resuming gives the same batches as without the interruption.
@@ -280,11 +311,11 @@ class PenaltyCallback(TrainerCallback):
             self.attached.refresh_if_due(state.global_step, is_epoch_start, batches)
 
 
-def save_penalty(attached: AttachedPenalty, folder: Path, args: TrainingArguments) -> None:
-    """Save the state of an attached penalty in the folder of a checkpoint; all processes call this together."""
+def save_penalty(attached: AttachedPenalty, path: Path, args: TrainingArguments) -> None:
+    """Save the state of an attached penalty in a checkpoint; all processes call this together."""
     state = attached.state_dict()
     if args.should_save:
-        with atomic_write(folder / STATE_FILE) as file:
+        with atomic_write(path) as file:
             file.write(save(state))
 
 
@@ -305,9 +336,11 @@ class IsotropyCallback(TrainerCallback):
         measures: names from `istar.measures.layer_sums.TRAINING_MEASURES`.
         layers: as in `istar.IStar`.
         points: as in `istar.PenaltySettings`.
+        suffix: appended to the names of the values; several callbacks of one trainer need different ones.
 
     Raises:
-        UserError: for an unknown measure, a model that `istar.attach` cannot read, and an evaluation of another model.
+        UserError: for an unknown measure, a model that `istar.attach` cannot read, an evaluation of another model, and
+            two callbacks with one suffix.
     """
 
     def __init__(
@@ -316,11 +349,12 @@ class IsotropyCallback(TrainerCallback):
         measures: Sequence[str] = ("isoscore",),
         layers: Layers = "all",
         points: Points = ALL_POINTS,
+        suffix: str = "",
     ) -> None:
         for measure in measures:
             check_one_of("measure", measure, TRAINING_MEASURES)
         self._trainer: Any = trainer
-        self._measures, self._layers, self._points = measures, layers, points
+        self._measures, self._layers, self._points, self._suffix = measures, layers, points, suffix
         self._loader: Any = None
         self._sums: LayerSums | None = None
         self._reader = self._attach()
@@ -338,7 +372,16 @@ class IsotropyCallback(TrainerCallback):
         """Add the measures to the metrics, which are not logged."""
         self._add_measures(metrics)
 
+    def _check_suffix(self) -> None:
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, IsotropyCallback) and callback is not self and callback._suffix == self._suffix:
+                raise UserError(
+                    f"the trainer has two IsotropyCallbacks with suffix={self._suffix!r}; expected different ones: "
+                    'IsotropyCallback(suffix="_2")'
+                )
+
     def _attach(self) -> HiddenStateReader:
+        self._check_suffix()
         return HiddenStateReader(
             self._trainer.model, self._layers, self._add_points, self._is_evaluating, points=self._points
         )
@@ -366,6 +409,7 @@ class IsotropyCallback(TrainerCallback):
 
     def _add_measures(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the measures by names with the prefix of the metrics, such as `eval_`."""
+        self._check_suffix()
         sums = sum_all_points(self._sums, self._trainer.args.device)
         self._sums = None
         if sums is None:
@@ -374,6 +418,7 @@ class IsotropyCallback(TrainerCallback):
                 "prepared: IsotropyCallback needs them; remove it from this trainer"
             )
         prefix = next(name.removesuffix("runtime") for name in metrics if name.endswith("_runtime"))
-        named = {f"{prefix}{name}": value for name, value in sums.compute_defined(self._measures).items()}
+        values = sums.compute_defined(self._measures)
+        named = {f"{prefix}{name}{self._suffix}": value for name, value in values.items()}
         metrics.update(named)
         return named

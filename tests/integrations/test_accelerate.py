@@ -2,14 +2,16 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import istar
 from istar.hidden_states.sharding import is_sharded_module
+from istar.integrations.loaders import iterate_in_new_order
 from tests.forks import run_in_processes
 from tests.integrations.naive import (
     CLOSE,
@@ -55,6 +57,19 @@ def test_the_gradient_is_that_of_the_mean_over_micro_batches(accumulation):
         losses.append(task_loss + compute_penalty(points, watch.penalty.shrinkage_covariance))
     [actual] = gradients_by_step
     assert_close(actual, compute_gradients(naive_model, torch.stack(losses).mean()), **CLOSE)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(10)
+
+
+def test_each_process_gets_its_share_of_a_stream():
+    loader = accelerate.Accelerator(cpu=True).prepare(DataLoader(Stream(), 2))
+    assert len(list(iterate_in_new_order(loader, seed=0))) == 5
+    for process_index, expected in enumerate(([[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7]])):
+        loader.state = SimpleNamespace(process_index=process_index, num_processes=2)
+        assert [batch.tolist() for batch in iterate_in_new_order(loader, seed=0)] == expected
 
 
 def train_sharded(rank: int, folder: str) -> None:

@@ -213,6 +213,30 @@ def test_sampled_rows_of_an_embedding_matrix_resume_exactly(tmp_path):
     assert_close(train_model(3, tmp_path / "1.ckpt").state_dict(), train_model(3).state_dict(), rtol=0, atol=0)
 
 
+def test_two_callbacks_have_their_own_logs_and_states(tmp_path):
+    class TwicePenalized(Classifier):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + second.loss()
+
+    first = make_callback()
+    second = PenaltyCallback(istar.IStar(1.0, ZETA, layers="last"), suffix="_last")
+    rows = make_examples("classification", BATCH_SIZE)
+    trainer = make_trainer(first, second, max_epochs=1, precision="64-true")
+    trainer.fit(TwicePenalized(make_classifier("bert"), first), make_loader(rows))
+    metrics, [task_loss, _] = trainer.callback_metrics, task_loss_and_points(make_classifier("bert"), collate(rows))
+    assert metrics["train/points"] == 2 * metrics["train/points_last"]
+    assert metrics["train/penalty_last"] == second.penalty.last.value
+    for name in ("train/task_loss", "train/task_loss_last"):
+        assert_close(metrics[name].double(), task_loss, rtol=1e-6, atol=0)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    states = torch.load(tmp_path / "saved.ckpt", weights_only=False)["callbacks"]
+    for key, callback in (("PenaltyCallback", first), ("PenaltyCallback_last", second)):
+        covariance = states[key]["process0.penalty.shrinkage_covariance"]
+        assert torch.equal(covariance, callback.penalty.shrinkage_covariance)
+    with pytest.raises(RuntimeError, match="Found more than one stateful callback of type `PenaltyCallback`"):
+        make_trainer(make_callback(), make_callback())
+
+
 def test_points_left_out_and_lambda_are_logged():
     callback = PenaltyCallback(
         istar.CosReg(WEIGHT, layers="all"),

@@ -53,10 +53,10 @@ class Classifier(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def make_trainer(callback: L.Callback, **settings: object) -> L.Trainer:
+def make_trainer(*callbacks: L.Callback, **settings: object) -> L.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "accelerator": "cpu", "precision": "64-true"}
-    return L.Trainer(callbacks=[callback], max_epochs=2, **quiet, **settings)  # type: ignore[arg-type]
+    return L.Trainer(callbacks=list(callbacks), max_epochs=2, **quiet, **settings)  # type: ignore[arg-type]
 
 
 def make_loader() -> DataLoader[dict[str, Tensor]]:
@@ -98,8 +98,20 @@ def test_two_processes_measure_the_union_of_their_points(tmp_path: Path) -> None
         assert torch.load(tmp_path / f"{rank}.pt") == [pytest.approx(module.expected[0], rel=1e-6)]
 
 
+def test_two_callbacks_measure_different_layers_under_different_names() -> None:
+    values = []
+    for options in ([{}], [{"layers": [0]}], [{}, {"layers": [0], "suffix": "_embeddings"}]):
+        trainer = make_trainer(*(IsotropyCallback(["isoscore", "inter_sim"], **each) for each in options), devices=1)
+        trainer.validate(Classifier(), make_loader(), verbose=False)
+        values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert values[2] == values[0] | {f"{name}_embeddings": value for name, value in values[1].items()}
+    assert values[0]["val/isoscore"] != values[1]["val/isoscore"]
+
+
 def test_mistakes_are_one_line() -> None:
     with pytest.raises(UserError, match="did you mean isoscore"):
         IsotropyCallback(["isoscor"])
     with pytest.raises(UserError, match=r"^Classifier\.net was not found; name the attribute with the model: model="):
         make_trainer(IsotropyCallback(model="net"), devices=1).validate(Classifier(), make_loader())
+    with pytest.raises(UserError, match=r"^the trainer has two IsotropyCallbacks with suffix=''; expected different"):
+        make_trainer(IsotropyCallback(), IsotropyCallback(), devices=1).validate(Classifier(), make_loader())

@@ -335,6 +335,44 @@ def test_two_penalties_around_one_loss_are_added_up(bert_folder):
     assert components["penalty_2"] == 2 * second.penalty.last.value
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_two_penalties_resume_each_with_its_own_state(bert_folder, tmp_path, is_nested):
+    def make(**settings: Any) -> tuple[list[PenaltyLoss], SentenceTransformerTrainer]:
+        model, data = make_encoder(bert_folder), make_pairs(12)
+        tokens = PenaltyLoss(model, make_loss(model, has_labels=False), istar.IStar(WEIGHT, ZETA))
+        inner_loss = tokens if is_nested else make_loss(model, has_labels=False)
+        pooled = PenaltyLoss(model, inner_loss, istar.IStar(WEIGHT, ZETA), on="pooled")
+        callbacks = [PenaltyLossCallback(tokens), PenaltyLossCallback(pooled, suffix="" if is_nested else "_2")]
+        loss: Any = pooled if is_nested else {"tokens": tokens, "pooled": pooled}
+        data = data if is_nested else {"tokens": data, "pooled": data}
+        return [tokens, pooled], make_trainer(tmp_path, model, loss, data, *callbacks, **settings)
+
+    expected_losses, trainer = make(max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    names = ["istar_penalty.safetensors", "istar_penalty_2.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint-1").glob("istar_penalty*")) == names
+    resumed_losses, trainer = make(max_steps=2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for loss, expected_loss in zip(resumed_losses, expected_losses, strict=True):
+        covariance = loss.penalty.shrinkage_covariance
+        assert_close(covariance, expected_loss.penalty.shrinkage_covariance, rtol=0, atol=0)
+
+
+def test_mistakes_with_callbacks_are_refused_in_one_line(bert_folder, tmp_path):
+    model = make_encoder(bert_folder)
+    settings = istar.PenaltySettings(schedule="linear")
+    first, second = (
+        PenaltyLoss(model, make_loss(model, has_labels=False), istar.CosReg(1.0), settings=settings) for _ in range(2)
+    )
+    with pytest.raises(UserError, match=r"^the schedule of PenaltyLoss .*: callbacks=\[PenaltyLossCallback\(loss\)\]$"):
+        make_trainer(tmp_path, model, first, make_pairs(8), max_steps=1).train()
+    callbacks = [PenaltyLossCallback(first), PenaltyLossCallback(second)]
+    message = r"^two PenaltyLossCallbacks use the file istar_penalty\.safetensors; expected .*: PenaltyLossCallback"
+    with pytest.raises(UserError, match=message):
+        make_trainer(tmp_path, model, first, make_pairs(8), *callbacks, max_steps=1).train()
+    make_trainer(tmp_path, model, first, make_pairs(8), callbacks[0], max_steps=1).train()
+
+
 def test_a_pass_that_fails_leaves_the_models_settings_alone(bert_folder):
     model = make_encoder(bert_folder)
     losses_of_model = [

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
+from torch.utils.data import IterableDataset
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 import istar
@@ -229,6 +230,7 @@ def run_worker(rank, processes, port, folder):
     results["evaluations"] = [evaluate(f"{folder}/{rank}", num_examples) for num_examples in (3, 2 * processes + 1)]
     results["state"] = refresh_and_save(f"{folder}/shared", sync=True)
     results["states"] = refresh_and_save(f"{folder}/apart", sync=False)
+    results["covariance of a stream"] = compute_stream_covariance(f"{folder}/stream")
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     # Skip the shutdown of the interpreter, in which the process group may abort.
@@ -278,6 +280,22 @@ def refresh_and_save(folder, sync):
     )
 
 
+class Stream(IterableDataset):
+    """Six examples without a length: the trainer's epoch after a pass is a fraction."""
+
+    def __iter__(self):
+        for example in make_examples("bert classification", 6):
+            yield example | {"input_ids": example["input_ids"][:3]}
+
+
+def compute_stream_covariance(folder):
+    """Sigma_S of a stream, which accelerate reads in the first of several processes."""
+    trainer = make_trainer(folder, istar.IStar(WEIGHT, ZETA), data_collator=collate, per_device_train_batch_size=1)
+    trainer.train_dataset = Stream()
+    trainer.train()
+    return trainer.penalty.shrinkage_covariance
+
+
 @pytest.fixture(scope="module", params=[pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)])
 def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gloo")
@@ -311,6 +329,12 @@ def test_processes_share_one_shrinkage_covariance_and_file_or_have_one_each(resu
     assert "istar_penalty.safetensors" in states_without_sync[0][2]
 
 
+def test_several_processes_count_each_point_of_a_stream_once(results):
+    expected = istar.shrinkage_covariance(make_bert(), [collate(list(Stream()))])
+    for result in results:
+        assert_close(result["covariance of a stream"], expected, rtol=1e-5, atol=1e-7)
+
+
 def test_an_evaluation_of_several_processes_is_measured_as_by_one(results, tmp_path):
     expected = [evaluate(tmp_path, num_examples) for num_examples in (3, 2 * len(results) + 1)]
     for result in results:
@@ -331,6 +355,26 @@ def test_an_evaluation_is_measured_over_all_its_tokens_in_the_chosen_layers(tmp_
         assert measures["inter_sim"] == pytest.approx(
             ((cosines.sum() - len(points)) / (len(points) * (len(points) - 1))).item(), rel=1e-9
         )
+
+
+def test_two_callbacks_measure_different_layers_under_different_names(tmp_path):
+    trainer = make_measured_trainer(tmp_path, 5)
+    trainer.add_callback(IsotropyCallback(trainer, MEASURES, layers=[0], suffix="_embeddings"))
+    metrics = trainer.evaluate()
+    for suffix, layers in (("", "all"), ("_embeddings", [0])):
+        expected = evaluate(tmp_path, 5, layers=layers)
+        assert {name: metrics[f"eval_{name}{suffix}"] for name in MEASURES} == expected
+    assert metrics["eval_isoscore"] != metrics["eval_isoscore_embeddings"]
+    message = r"^the trainer has two IsotropyCallbacks with suffix=''; expected different ones: Isotropy"
+    with pytest.raises(UserError, match=message):
+        IsotropyCallback(trainer)
+    # Neither of these is one of the trainer's callbacks when the other is made.
+    trainer = make_measured_trainer(tmp_path, 5)
+    trainer.pop_callback(IsotropyCallback)
+    for callback in [IsotropyCallback(trainer) for _ in range(2)]:
+        trainer.add_callback(callback)
+    with pytest.raises(UserError, match=message):
+        trainer.evaluate()
 
 
 def test_an_evaluation_that_was_interrupted_does_not_count(tmp_path):
@@ -434,6 +478,11 @@ class CovarianceRecorder(TrainerCallback):
     def on_step_end(self, *args, **kwargs):
         self.matrices.append(self.penalty.shrinkage_covariance)
 
+    def find_refresh_steps(self):
+        """Return the indices of the recorded steps with another Sigma_S than the step before; 0 is one of them."""
+        pairs = zip(self.matrices, self.matrices[1:], strict=False)
+        return [0, *(i for i, pair in enumerate(pairs, start=1) if not torch.equal(*pair))]
+
 
 def test_the_loader_of_the_training_stays_the_active_one_of_accelerate(tmp_path):
     is_active = []
@@ -456,9 +505,22 @@ def test_the_shrinkage_covariance_is_computed_before_each_epoch_or_every_n_steps
     arguments = {"num_train_epochs": 2, "max_steps": -1, "gradient_accumulation_steps": 2, "num_points": 60}
     arguments["per_device_train_batch_size"] = 4
     make_trainer(tmp_path, penalty, refresh=refresh, callbacks=[recorder], **arguments).train()
-    matrices = [None, *recorder.matrices]
-    refresh_steps = [i for i in range(6) if matrices[i] is None or not torch.equal(matrices[i], matrices[i + 1])]
-    assert refresh_steps == refreshed
+    assert recorder.find_refresh_steps() == refreshed
+
+
+def test_the_shrinkage_covariance_of_a_stream_is_computed_before_each_pass(tmp_path):
+    """A pass has 3 steps."""
+    recorders = []
+    for resumes in (False, True):
+        recorders.append(CovarianceRecorder(istar.IStar(1.0, ZETA)))
+        settings = {"max_steps": 7, "save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(tmp_path, recorders[-1].penalty, callbacks=[recorders[-1]], **settings)
+        trainer.train_dataset = Stream()
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumes else None)
+    assert recorders[0].find_refresh_steps() == [0, 3, 6]
+    # The resumed training begins with the saved matrix.
+    assert_close(recorders[1].matrices[0], recorders[0].matrices[1], rtol=0, atol=0)
+    assert recorders[1].find_refresh_steps() == [0, 1, 4]
 
 
 def test_the_first_shrinkage_covariance_is_that_of_the_data_under_the_trainers_autocast(tmp_path):
@@ -600,6 +662,27 @@ def test_a_schedule_sets_lambda_before_each_step(tmp_path):
     trainer.train()
     assert weights == [0, -0.5, -1, -1.5]
     assert ["penalty" in log for log in trainer.state.log_history] == [False, True, True, True, False]
+
+
+class OwnLoss(PenaltyTrainer):
+    compute_loss = MeanLossTrainer.compute_loss
+
+
+class OwnStep(PenaltyTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = task_loss(model(**inputs), inputs)
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("trainer_class", [OwnLoss, OwnStep])
+def test_a_trainer_that_leaves_the_penalty_out_is_refused_before_its_first_step(trainer_class, tmp_path):
+    trainer = make_trainer(tmp_path, make_penalty(), trainer_class, refresh=None, gradient_accumulation_steps=2)
+    before = copy_parameters(trainer)
+    with pytest.raises(UserError, match=rf"^{trainer_class.__name__} .* without .*: call super\(\)\.compute_loss\(\) "):
+        trainer.train()
+    assert all(map(torch.equal, copy_parameters(trainer), before))
+    make_trainer(tmp_path, make_penalty(0.0), trainer_class).train()
 
 
 class StopError(Exception):
