@@ -71,6 +71,15 @@ def test_the_modules_that_pages_name_exist() -> None:
     assert missing == set()
 
 
+def test_the_rows_of_a_table_have_as_many_cells_as_its_header() -> None:
+    """Renderers show the source of a table whose second line has another number of cells."""
+    paths = [path for folder in (".", "benchmarks", "docs", "examples") for path in (REPOSITORY / folder).glob("*.md")]
+    for path in paths:
+        for table in re.findall(r"(?:^\|.*\n)+", path.read_text(encoding="utf-8"), re.MULTILINE):
+            rows = [re.split(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row)) for row in table.splitlines()]
+            assert {len(row) for row in rows} == {len(rows[0])}, f"{path.name}: {table}"
+
+
 def test_the_tests_that_the_security_policy_names_exist() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (REPOSITORY / "SECURITY.md").read_text(encoding="utf-8"))
     assert len(named) > 20

@@ -2,8 +2,7 @@ r"""Global orthogonal regularization: :math:`\lambda \, (M_1^2 + \max(0, M_2 - 1
 
 *Learning Spread-out Local Feature Descriptors* (Zhang et al., ICCV 2017), equation (6). M1 and M2 are the means of the
 cosine and of the squared cosine over pairs of points that do not match. Uniformly distributed directions have M1 = 0
-and M2 = 1/d. The paper's pairs are descriptors of different image patches; here they are all pairs of different points,
-as in `GlobalOrthogonalRegularizationLoss` of sentence-transformers.
+and M2 = 1/d. The paper's pairs are descriptors of different image patches; here they are all pairs of different points.
 
 With unit vectors u, their sum S and :math:`G = \sum_i u_i u_i^T`, the sums over all pairs i != j of n points are
 :math:`\lVert S \rVert^2 - n` and :math:`\lVert G \rVert_F^2 - n`, in time O(n d^2) instead of O(n^2 d).
