@@ -238,7 +238,8 @@ class AttachedPenalty(ABC):
         """Restore what `state_dict` returned.
 
         Raises:
-            UserError: if the processes had different states, and their number has changed.
+            UserError: if the processes had different states, and their number has changed, or if the penalty has
+                another state than the saved one.
         """
         num_states = len({name.partition(".")[0] for name in state})
         if num_states not in (1, world_size()):
@@ -250,7 +251,13 @@ class AttachedPenalty(ABC):
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         self.penalty.undefined = UndefinedCount(int(own.pop("undefined")))
         penalty_names = [name for name in own if name.startswith("penalty.")]
-        self.penalty.load_state_dict({name.removeprefix("penalty."): own.pop(name) for name in penalty_names})
+        penalty_state = {name.removeprefix("penalty."): own.pop(name) for name in penalty_names}
+        missing, unexpected = self.penalty.load_state_dict(penalty_state, strict=False)
+        if missing or unexpected:
+            raise UserError(
+                f"the checkpoint's penalty and {self.penalty} differ in {', '.join(sorted([*missing, *unexpected]))}; "
+                "expected the penalty of the interrupted training: resume with its options"
+            )
         self.load_sampler_state(own)
 
     @property

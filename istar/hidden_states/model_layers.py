@@ -154,18 +154,26 @@ def find_head_model(model: nn.Module) -> nn.Module:
     """Return the outermost transformers model within a module, with its head if it has one.
 
     Raises:
-        UserError: without a transformers model, or if it is inside of `nn.DataParallel`.
+        UserError: without a transformers model, with several that are not inside one another, or if it is inside of
+            `nn.DataParallel`.
     """
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
-            raise UserError("nn.DataParallel runs copies of the model, which hooks cannot follow; use DDP")
-        # All classes of transformers models have this attribute.
-        if hasattr(type(module), "base_model_prefix"):
-            return module
-    raise UserError(
-        f"there is no transformers model in {type(model).__name__}; name the modules whose outputs are the hidden "
-        "states: attach(model, penalty, modules=[...])"
-    )
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise UserError("nn.DataParallel runs copies of the model, which hooks cannot follow; use DDP")
+    # All classes of transformers models have this attribute.
+    found = {name: module for name, module in model.named_modules() if hasattr(type(module), "base_model_prefix")}
+    nested = {part for module in found.values() for part in module.modules() if part is not module}
+    names = [name for name, module in found.items() if module not in nested]
+    if not names:
+        raise UserError(
+            f"there is no transformers model in {type(model).__name__}; name the modules whose outputs are the hidden "
+            "states: attach(model, penalty, modules=[...])"
+        )
+    if len(names) > 1:
+        raise UserError(
+            f"{type(model).__name__} has {len(names)} transformers models, {', '.join(names)}; expected 1: attach to "
+            f"one of them, for example attach(model.{names[0]}, penalty)"
+        )
+    return found[names[0]]
 
 
 def find_base_model(model: nn.Module) -> nn.Module:
@@ -174,7 +182,7 @@ def find_base_model(model: nn.Module) -> nn.Module:
     Of nested transformers models, like the decoder inside OPT's model, it returns the innermost.
 
     Raises:
-        UserError: without a transformers model, or if it is an encoder-decoder or inside of `nn.DataParallel`.
+        UserError: as `find_head_model`, or if the model is an encoder-decoder.
     """
     head_model: Any = find_head_model(model)
     base_model: nn.Module = head_model.base_model

@@ -22,6 +22,8 @@ from istar.regularizers.points import ALL_POINTS, Layers, Points
 
 LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
 """Names of model arguments for labels."""
+PACKING_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Names of arguments for packed documents, which models of transformers take without declaring them."""
 
 
 def shrinkage_covariance(
@@ -45,7 +47,10 @@ def shrinkage_covariance(
     Args:
         model: see `istar.attach`.
         loader: batches in random order: mappings of argument names of the model, or tensors of token ids. Labels are
-            ignored, unless the points depend on them. With `modules`, also sequences of the model's arguments.
+            ignored, unless the points depend on them. Names that the model does not know are ignored as in training if
+            there is an `attention_mask`; without one they are refused, because one of them may be the mask. A decoder
+            that attends to an encoder needs `encoder_hidden_states`. With `modules`, also sequences of the model's
+            arguments.
         num_points: number of points (tokens x selected layers, of all processes) to use. None, or a number above the
             available points, uses all batches.
         layers: see `istar.regularizers.points.select_layers`.
@@ -62,7 +67,7 @@ def shrinkage_covariance(
 
     Raises:
         UserError: for fewer than 2 points, points that are not finite or all equal, layers of different widths, or
-            batches that do not name the arguments of a transformers model.
+            a loader or batches that do not fit the model.
     """
     penalty = IStar(zeta=0, layers=layers, include_padding=include_padding, sync=sync, group=group, within=within)
     return to_covariance(hidden_state_moments(model, loader, num_points, penalty, modules, points))
@@ -97,6 +102,12 @@ def hidden_state_moments(
     """
     if num_points is not None and num_points < 2:
         raise UserError(f"num_points is {num_points}; expected at least 2")
+    # Datasets may have `__getitem__` alone.
+    if isinstance(loader, Mapping) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise UserError(
+            f"the loader for the shrinkage covariance is a {type(loader).__name__}; expected an iterable of batches, "
+            "such as a DataLoader or a list of batches"
+        )
     points.check_include_padding(penalty.include_padding)
     group, needs_labels = penalty.group, points.need_labels or penalty.needs_labels
     merge_layers: Any = merge_class_moments if penalty.needs_labels else merge_moments
@@ -127,7 +138,7 @@ def hidden_state_moments(
                 inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored_names)
                 if inputs is None:
                     continue
-                _call_module(called_module, inputs, accepts_sequences=modules is not None)
+                _call_module(called_module, inputs, reader if modules is None else None)
                 layer_moments = reader.take()
                 if batch is not None and layer_moments:
                     batch_moments = merge_layers(layer_moments)
@@ -168,20 +179,67 @@ def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[st
     return batch.to(device) if isinstance(batch, Tensor) else batch
 
 
-def _call_module(module: nn.Module, inputs: Any, accepts_sequences: bool) -> None:
+def _call_module(module: nn.Module, inputs: Any, reader: HiddenStateReader | None) -> None:
+    """Call a module with a batch; `reader` reads a transformers model, and is None for other models."""
     named = inputs if isinstance(inputs, Mapping) else {}
-    unnamed = inputs if isinstance(inputs, list) else [] if named else [inputs]
-    # The order of arguments differs between transformers models: labels could become token types.
-    is_accepted = len(unnamed) <= 1 or accepts_sequences
+    unnamed = inputs if isinstance(inputs, list) else [] if inputs is named else [inputs]
+    fault = "" if reader is None else _find_fault(module, named, unnamed, reader)
+    if reader is not None and module is reader.base_model:
+        ids = unnamed[0] if unnamed else named.get("input_ids")
+        # The heads for multiple choice flatten ids of shape (batch, choices, tokens).
+        if isinstance(ids, Tensor) and ids.dim() == 3 and not ids.is_floating_point():
+            module = reader.head_model
+    signature = inspect.signature(module.forward)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if reader is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
+        named = {name: value for name, value in named.items() if name in signature.parameters}
     try:
-        inspect.signature(module.forward).bind(*unnamed, **named)
+        signature.bind(*unnamed, **named)
     except TypeError:
-        is_accepted = False
-    if not is_accepted:
-        content = f"the names {', '.join(named)}" if named else f"{len(unnamed)} values without names"
+        fault = fault or (f"the names {', '.join(named)}" if named else f"{len(unnamed)} values without names")
+    if fault:
         raise UserError(
-            f"a batch for the shrinkage covariance has {content}; expected arguments of {type(module).__name__} by "
-            'name, such as {"input_ids": ids, "attention_mask": mask}. If a trainer has other batches, set '
-            "penalty.shrinkage_covariance = istar.shrinkage_covariance(model, batches) before, and refresh=False"
+            f"a batch for the shrinkage covariance has {fault}; expected arguments of {type(module).__name__} by "
+            'name, such as {"input_ids": ids, "attention_mask": mask} of shape (batch, tokens). If a trainer has other '
+            "batches, set penalty.shrinkage_covariance = istar.shrinkage_covariance(model, batches) before, and "
+            "refresh=False"
         )
     module(*unnamed, **named)
+
+
+def _find_fault(module: nn.Module, named: Mapping[str, Any], unnamed: list[Any], reader: HiddenStateReader) -> str:
+    """Return what is wrong with a batch for a transformers model, or an empty string."""
+    base_model: Any = reader.base_model
+    parts = (base_model, reader.head_model)
+    # The order of arguments differs between models: labels could become token types.
+    if len(unnamed) > 1:
+        return f"{len(unnamed)} values without names"
+    if base_model.main_input_name != "input_ids":
+        return ""
+    # Most models ignore unknown names, as training does. Without a mask, one of the names may be the mask.
+    known = {name for part in (module, *parts) for name in inspect.signature(part.forward).parameters}
+    unknown = [name for name in named if name not in known and name not in PACKING_NAMES]
+    if unknown and "attention_mask" not in named:
+        return f"the unknown names {', '.join(unknown)} and no attention_mask"
+    # A module around the model, called for FSDP2 or prompt learning, may have other arguments.
+    if module not in parts:
+        return ""
+    ids = unnamed[0] if unnamed else named.get("input_ids")
+    if ids is None and named.get("inputs_embeds") is None:
+        return "no input_ids"
+    if ids is not None and not isinstance(ids, Tensor):
+        return f"input_ids of type {type(ids).__name__}"
+    if ids is not None and ids.dim() != 2 and (ids.dim() != 3 or base_model is reader.head_model):
+        return f"input_ids of shape {tuple(ids.shape)}"
+    if named.get("encoder_hidden_states") is None and _attends_to_encoder(base_model):
+        name = type(base_model).__name__
+        return f"no encoder_hidden_states, such as model.get_encoder()(source_ids)[0], to which {name} attends"
+    return ""
+
+
+def _attends_to_encoder(base_model: Any) -> bool:
+    if "encoder_hidden_states" not in inspect.signature(base_model.forward).parameters:
+        return False
+    # The two stacks of T5 have one class, with an attribute `is_decoder`.
+    is_second_stack = base_model.config.is_encoder_decoder and getattr(base_model, "is_decoder", True)
+    return is_second_stack or getattr(base_model.config, "add_cross_attention", False)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from istar.errors import UserError
 from istar.hidden_states import attach
-from istar.regularizers import CosReg, IStar, Points
+from istar.hidden_states.model_layers import find_base_model, find_head_model
+from istar.regularizers import CosReg, IStar, Points, SetPoint
 from tests.oracles import algorithm_1, stack
 from tests.penalties import (
     WEIGHT,
@@ -200,6 +201,24 @@ class Wrapper(nn.Module):
 
 def test_a_model_within_another_module():
     check_states_and_gradients(Wrapper(bert()), INPUTS)
+
+
+def test_of_several_models_within_a_module_the_user_chooses_one():
+    towers = nn.ModuleDict({"query": bert(), "document": bert()})
+    message = r"ModuleDict has 2 transformers models, query, document; expected 1: .* attach\(model\.query, penalty\)"
+    with pytest.raises(UserError, match=message) as error:
+        attach(towers, make_istar())
+    assert "\n" not in str(error.value)
+    check_states_and_gradients(towers.document, INPUTS)
+    with pytest.raises(UserError, match=r"has 2 transformers models, 1\.query, 1\.document"):
+        attach(nn.Sequential(nn.Identity(), towers), make_istar())
+
+
+def test_a_model_with_two_names_or_within_another_model_is_one():
+    model = bert()
+    container = nn.ModuleDict({"encoder": model.bert, "model": model, "again": model})
+    assert find_head_model(container) is model
+    assert find_base_model(container) is model.bert
 
 
 @pytest.mark.parametrize(("layers", "use_reentrant"), [("all", False), ("with_embeddings", True), ([2], True)])
@@ -434,6 +453,22 @@ def test_passes_without_gradients_are_not_read_and_leave_the_training_pass_alone
     assert len(penalty.received) == 3
     states = seeded_pass(model, INPUTS, 1, output_hidden_states=True).hidden_states
     assert_close(loss, penalty(states, MASK), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "names"),
+    [
+        (make_istar(), CosReg(1.0), "shrinkage_covariance"),
+        (make_istar(), make_istar(set_point=SetPoint("keep")), "kept_batches, kept_score"),
+        (make_istar(set_point=SetPoint("keep")), make_istar(), "kept_batches, kept_score"),
+    ],
+)
+def test_the_state_of_another_penalty_is_refused_in_one_line(saved, resumed, names):
+    with attach(bert(), saved) as watch, attach(bert(), resumed) as resumed_watch:
+        message = rf"the checkpoint's penalty and {type(resumed).__name__}\(.*\) differ in {names}; expected"
+        with pytest.raises(UserError, match=message) as error:
+            resumed_watch.load_state_dict(watch.state_dict())
+    assert "\n" not in str(error.value)
 
 
 def test_the_loss_is_that_of_the_latest_pass():

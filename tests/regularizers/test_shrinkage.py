@@ -204,6 +204,78 @@ def test_batches_without_names_are_refused_for_transformers_models(names):
     assert_close(shrinkage_covariance(encoder, DataLoader(ids, batch_size=1)), expected)
 
 
+@pytest.mark.parametrize("names", ["input_ids mask labels", "input_ids mask targets", "ids mask targets"])
+def test_names_that_may_be_the_mask_are_refused(names):
+    """Models swallow unknown names: padding would be attended to and counted, without any message."""
+    batches = [dict(zip(names.split(), batch.values(), strict=True)) for batch in make_batches()]
+    unknown = ", ".join(name for name in names.split() if name not in ("input_ids", "labels"))
+    message = f"has the unknown names {unknown} and no attention_mask; expected arguments of BertModel by name"
+    for model in (make_model(), make_model().bert, nn.Sequential(make_model())):
+        with pytest.raises(UserError, match=message) as error:
+            shrinkage_covariance(model, batches)
+        assert "\n" not in str(error.value)
+
+
+def test_other_columns_next_to_the_mask_and_names_for_packing_change_nothing():
+    expected = shrinkage_covariance(make_model(), make_batches())
+    columns = {"idx": torch.arange(3), "completion_mask": torch.ones(3, 6), "text": ["a", "b", "c"]}
+    assert torch.equal(shrinkage_covariance(make_model(), [{**batch, **columns} for batch in make_batches()]), expected)
+    ids = [{"input_ids": batch["input_ids"]} for batch in make_batches()]
+    packed = [{**batch, "seq_idx": torch.zeros(3, 6), "max_length_q": 6} for batch in ids]
+    assert torch.equal(shrinkage_covariance(make_model(), packed), shrinkage_covariance(make_model(), ids))
+
+
+def test_columns_are_left_out_for_models_that_take_only_their_own_arguments():
+    class Strict(hf.BertModel):
+        def forward(self, input_ids, attention_mask=None):  # type: ignore[override]
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+    model = Strict(make_model().config)
+    batches = [{**batch, "idx": torch.arange(3), "next_sentence_label": torch.zeros(3)} for batch in make_batches()]
+    assert torch.equal(shrinkage_covariance(model, batches), shrinkage_covariance(model, make_batches()))
+
+
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_a_decoder_needs_the_states_of_its_encoder(name):
+    sizes = {
+        "T5": {"d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+        "Bart": {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+                 "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+    }[name]  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(hf, f"{name}Config")(**sizes, d_model=WIDTH, vocab_size=40, decoder_start_token_id=1)
+    model = getattr(hf, f"{name}ForConditionalGeneration")(config).eval()
+    decoder_ids = torch.randint(3, 40, (3, 5))
+    [batch] = make_batches(1)
+    message = rf"has no encoder_hidden_states, such as .*, to which {type(model.get_decoder()).__name__} attends"
+    with pytest.raises(UserError, match=message) as error:
+        shrinkage_covariance(model.get_decoder(), [batch])
+    assert "\n" not in str(error.value)
+    with torch.no_grad():
+        outputs = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], decoder_input_ids=decoder_ids,
+            output_hidden_states=True,
+        )  # fmt: skip
+    actual = shrinkage_covariance(model.get_encoder(), [{**batch, "decoder_input_ids": decoder_ids}])
+    assert_close(actual, stack(outputs.encoder_hidden_states[1:], batch["attention_mask"]).T.cov(), **CLOSE)
+    decoder_batch = {
+        "input_ids": decoder_ids,
+        "encoder_hidden_states": outputs.encoder_last_hidden_state,
+        "encoder_attention_mask": batch["attention_mask"],
+    }
+    actual = shrinkage_covariance(model.get_decoder(), [decoder_batch])
+    assert_close(actual, stack(outputs.decoder_hidden_states[1:], None).T.cov(), **CLOSE)
+
+
+def test_choices_are_flattened_as_the_head_for_multiple_choice_does():
+    torch.manual_seed(0)
+    model = hf.BertForMultipleChoice(hf.BertConfig(**SHAPE))
+    [batch] = make_batches(1, size=6)
+    choices = {name: batch[name].view(3, 2, 6) for name in ("input_ids", "attention_mask")}
+    actual = shrinkage_covariance(model, [{**choices, "labels": torch.zeros(3, dtype=torch.long)}])
+    assert torch.equal(actual, shrinkage_covariance(model.bert, [batch]))
+
+
 def test_sequences_are_the_arguments_of_other_models_if_they_fit():
     tower = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     points = torch.randn(20, 4)
@@ -270,6 +342,21 @@ INVALID_CALLS = [
     (lambda: shrinkage_covariance(make_model(), make_batches(), num_points=1), "num_points is 1; expected at least 2"),
     (lambda: shrinkage_covariance(make_model_with_nan(), make_batches()), "the shrinkage covariance is not finite"),
     (lambda: shrinkage_covariance(make_model(), make_batches(), layers=[4]), "layer 4 does not exist"),
+    (lambda: shrinkage_covariance(make_model(), None), "the loader .* is a NoneType; expected an iterable of batches"),
+    (lambda: shrinkage_covariance(make_model(), {"a": make_batches()}), "the loader .* is a dict; expected"),
+    (lambda: shrinkage_covariance(make_model(), hf.BatchEncoding(make_batches()[0])), "loader .* is a BatchEncoding"),
+    (lambda: shrinkage_covariance(make_model(), ["text"]), "has input_ids of type str; expected arguments of BertM"),
+    (
+        lambda: shrinkage_covariance(make_model(), [{"input_ids": [[3, 4]]}]),
+        r"has input_ids of type list; expected .* of shape \(batch, tokens\)",
+    ),
+    (lambda: shrinkage_covariance(make_model(), [{"input_ids": np.ones((1, 2))}]), "has input_ids of type ndarray"),
+    (lambda: shrinkage_covariance(make_model(), [{"input_ids": torch.ones(4).long()}]), r"input_ids of shape \(4,\)"),
+    (
+        lambda: shrinkage_covariance(make_model().bert, [torch.ones(2, 3, 4).long()]),
+        r"has input_ids of shape \(2, 3, 4\)",
+    ),
+    (lambda: shrinkage_covariance(make_model(), [{"labels": torch.ones(2)}]), "has no input_ids; expected"),
     (
         lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=1),
         "momentum is 1; expected",
