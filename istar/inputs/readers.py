@@ -80,11 +80,21 @@ def _make_delimited_table(path: Path, records: Iterator[tuple[int, list[str]]], 
     header = header or next(records, (0, []))[1]
 
     def read_rows(names: Sequence[str]) -> Iterator[Row]:
+        _refuse_repeated_columns(str(path), header, names)
         indices = [header.index(name) for name in names]
         for line, fields in records:
             yield line, [fields[index] for index in indices] if len(fields) == len(header) else None
 
     return Table(str(path), header, read_rows)
+
+
+def _refuse_repeated_columns(source: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    for name in names:
+        positions = [str(position) for position, column in enumerate(columns, start=1) if column == name]
+        if len(positions) > 1:
+            raise UserError(
+                f"{source}: column {name!r} occurs at positions {', '.join(positions)}; rename or remove all but one"
+            )
 
 
 def read_json_table(path: Path) -> Table:
@@ -134,7 +144,23 @@ def read_parquet(path: Path) -> Table:
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{path}: not a readable Parquet file: {shorten(error)}") from error
 
-    return _make_arrow_table(str(path), Features.from_arrow_schema(schema), read_batches)
+    return _make_arrow_table(str(path), schema.names, _read_class_names(schema, path), read_batches)
+
+
+def _read_class_names(schema: pa.Schema, path: Path) -> dict[str, list[str]]:
+    """Return the names of the classes by column, from the metadata that datasets writes.
+
+    `Features.from_arrow_schema` would raise an error if any column had a type that datasets lacks.
+    """
+    metadata = (schema.metadata or {}).get(b"huggingface", b"{}").decode(errors="replace")
+    class_names: dict[str, list[str]] = {}
+    match parse_json(metadata, f"{path}, metadata"):
+        case {"info": {"features": dict(features)}}:
+            for field in schema:
+                match features.get(field.name):
+                    case {"_type": "ClassLabel", "names": [*names]} if pa.types.is_integer(field.type):
+                        class_names[field.name] = names
+    return class_names
 
 
 def read_saved_dataset(folder: Path) -> Table:
@@ -154,25 +180,32 @@ def make_table(dataset: Dataset | IterableDataset, source: str) -> Table:
     def read_batches(names: Sequence[str]) -> Iterable[Any]:
         return dataset.select_columns(list(names)).with_format("arrow").iter(batch_size=_BATCH_ROWS)
 
-    return _make_arrow_table(source, features, read_batches)
+    class_names = {name: feature.names for name, feature in features.items() if isinstance(feature, ClassLabel)}
+    return _make_arrow_table(source, list(features), class_names, read_batches)
 
 
-def _make_arrow_table(source: str, features: Features, read_batches: Callable[[Sequence[str]], Iterable[Any]]) -> Table:
+def _make_arrow_table(
+    source: str,
+    columns: Sequence[str],
+    class_names: Mapping[str, Sequence[str]],
+    read_batches: Callable[[Sequence[str]], Iterable[Any]],
+) -> Table:
     def read_rows(names: Sequence[str]) -> Iterator[Row]:
+        _refuse_repeated_columns(source, columns, names)
         first_number = 1
         for batch in read_batches(names):
             try:
-                columns = [batch[name].to_pylist() for name in names]
+                values = [batch[name].to_pylist() for name in names]
             except UnicodeDecodeError as error:  # Arrow does not check what others wrote
                 raise UserError(f"{source}: a text is not UTF-8: {shorten(error)}") from error
             for index, name in enumerate(names):
-                if isinstance(feature := features[name], ClassLabel):
-                    class_name_by_id = dict(enumerate(feature.names))
-                    columns[index] = [class_name_by_id.get(value, value) for value in columns[index]]
-            yield from enumerate(zip(*columns, strict=True), start=first_number)
+                if name in class_names:
+                    class_name_by_id = dict(enumerate(class_names[name]))
+                    values[index] = [class_name_by_id.get(value, value) for value in values[index]]
+            yield from enumerate(zip(*values, strict=True), start=first_number)
             first_number += len(batch)
 
-    return Table(source, list(features), read_rows, "row")
+    return Table(source, columns, read_rows, "row")
 
 
 READERS: Mapping[str, Callable[[Path], Table]] = {

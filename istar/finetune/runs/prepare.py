@@ -114,7 +114,7 @@ def prepare_data(
     Raises:
         UserError: if the data do not fit the task or the model.
     """
-    max_length = limit_max_length(tokenizer, model_config, config.task.max_length or spec.max_length)
+    max_length = limit_max_length(tokenizer, model_config, config.task.max_length, spec.max_length)
     if spec.is_language_modelling:
         return _prepare_documents(spec, config, examples, tokenizer, max_length)
     return _prepare_labelled(spec, config, examples, tokenizer, max_length)

@@ -22,7 +22,7 @@ from datasets.table import InMemoryTable
 from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write, write_text
 from istar.finetune.tasks import squad
 from istar.finetune.tasks.loading import fingerprint
@@ -79,7 +79,7 @@ def featurize(
         training; otherwise `offset_mapping`, (-1, -1) outside the context, and `left_padded`, whether the collator
         pads on the left.
 
-    Raises a `UserError` if a gold answer does not occur at its position.
+    Raises a `UserError` if a gold answer does not occur at its position, or the tokenizer makes no token of a text.
     """
     rows = dataset.with_format(None).select_columns(_list_used_columns(spec, dataset, training))
     encode_batch = partial(_encode_batch, spec, tokenizer, max_length, doc_stride, training)
@@ -92,21 +92,30 @@ def featurize(
     return _load_or_build(folder, lambda: _tokenize_split(spec, rows, encode_batch))
 
 
-def limit_max_length(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, requested: int) -> int:
-    """Return the requested maximum length in tokens, reduced to what both the tokenizer and the model accept.
+def limit_max_length(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, requested: int | None, default: int
+) -> int:
+    """Return the maximum length in tokens: `requested`, or without it `default`, lowered to what the model accepts.
 
-    Raises a `UserError` if the result is less than `MIN_LENGTH`.
+    A warning is logged if the default is lowered. Raises a `UserError` if the model or the tokenizer accepts less than
+    `requested`, or if the result is less than `MIN_LENGTH`.
     """
-    if requested < MIN_LENGTH:
-        raise UserError(f"max_length={requested} is too short for a text; set it to at least {MIN_LENGTH} tokens")
-    max_input_length = find_max_input_length(config) or requested
-    length = int(min(requested, tokenizer.model_max_length, max_input_length))
+    length = default if requested is None else requested
     if length < MIN_LENGTH:
-        raise UserError(
-            f"the model accepts at most {length} tokens (max_position_embeddings in its config.json, "
-            f"model_max_length in its tokenizer_config.json); at least {MIN_LENGTH} are needed"
-        )
-    return length
+        raise UserError(f"task.max_length={length} is too short for a text; set it to at least {MIN_LENGTH} tokens")
+    limit = int(min(length, tokenizer.model_max_length, find_max_input_length(config) or length))
+    if limit == length:
+        return length
+    reason = (
+        f"the model accepts at most {limit} tokens (max_position_embeddings in its config.json, model_max_length in "
+        "its tokenizer_config.json)"
+    )
+    if limit < MIN_LENGTH:
+        raise UserError(f"{reason}; at least {MIN_LENGTH} are needed")
+    if requested is not None:
+        raise UserError(f"task.max_length={requested}: {reason}; lower task.max_length, or leave it out")
+    logger.warning("the task's default of %d tokens is lowered to %d, the most that the model accepts", default, limit)
+    return limit
 
 
 class TokenizedRows(Protocol):
@@ -266,7 +275,7 @@ def _encode_batch(
 def _tokenize_split(
     spec: TaskSpec, rows: datasets.Dataset, encode_batch: Callable[[Mapping[str, Sequence[Any]]], dict[str, Any]]
 ) -> datasets.Dataset:
-    """Encode the rows of a split batch by batch, number the features, check the labels, and return the features."""
+    """Encode the rows of a split batch by batch, number the features, check their lengths, and return the features."""
     tables: list[pa.Table] = []
     num_features = 0
     progress = datasets.utils.tqdm(
@@ -277,6 +286,13 @@ def _tokenize_split(
             columns = encode_batch(rows[start : start + _BATCH_ROWS])
             columns["length"] = [len(ids) for ids in columns["input_ids"]]
             columns["example_id"] = np.asarray(columns["example_id"]) + start
+            if 0 in columns["length"]:
+                row = int(columns["example_id"][columns["length"].index(0)])
+                texts = ", ".join(f"{name} {shorten(repr(rows[row][name]), 60)}" for name in spec.text_columns)
+                raise UserError(
+                    f"split {rows.split}, example {row + 1} of {len(rows)}: the tokenizer makes no token of {texts}; "
+                    "remove this example from the data"
+                )
             columns["feature_id"] = np.arange(num_features, num_features + len(columns["length"]))
             types = {**_COLUMN_TYPES, "labels": datasets.Value("int64" if spec.labels else "float32")}
             features = datasets.Features({name: type_ for name, type_ in types.items() if name in columns})

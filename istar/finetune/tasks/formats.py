@@ -160,13 +160,13 @@ def read_squad(path: Path, spec: TaskSpec, split: str) -> RawSplit:
         raise UserError(f"{path}: not SQuAD v1.1: {detail}; data > paragraphs > context, qas was expected") from error
     for row in rows:
         if row.pop("is_impossible"):
-            raise UserError(f"{path}, question {row['id']!r}: has 'is_impossible', so this is SQuAD v2; v1.1 is needed")
+            raise UserError(f"{path}, question {row['id']!r}: is_impossible is true, as in SQuAD v2; v1.1 is needed")
     columns = ("id", *spec.text_columns, spec.label_column)
     return RawSplit(str(path), {column: [row[column] for row in rows] for column in columns})
 
 
 def _iterate_questions(document: Any) -> Iterator[dict[str, Any]]:
-    """Yield a row for each question; `is_impossible` says whether it has this key, which only SQuAD v2 has."""
+    """Yield a row for each question; `is_impossible` is true only for unanswerable questions of SQuAD v2."""
     for article in document["data"]:
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:
@@ -176,5 +176,5 @@ def _iterate_questions(document: Any) -> Iterator[dict[str, Any]]:
                     "question": question["question"],
                     "context": paragraph["context"],
                     "answers": {key: [answer[key] for answer in answers] for key in ("text", "answer_start")},
-                    "is_impossible": "is_impossible" in question,
+                    "is_impossible": question.get("is_impossible", False),
                 }

@@ -53,10 +53,11 @@ class Masking:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> None:
         self.mask_id: Any = tokenizer.mask_token_id
-        tokens: Any = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        # Some ids may have no token. Then the greatest id exceeds the number of tokens.
+        tokens: Any = tokenizer.convert_ids_to_tokens(list(range(max(tokenizer.get_vocab().values()) + 1)))
         special_ids = set(tokenizer.all_special_ids)
         self._is_special = np.array([token_id in special_ids for token_id in range(len(tokens))])
-        self._ordinary_ids = np.flatnonzero(~self._is_special)
+        self._ordinary_ids = np.flatnonzero(~self._is_special & [token is not None for token in tokens])
         self._continues_word = find_word_continuations(tokens) if whole_word else np.zeros(len(tokens), dtype=bool)
 
     def __call__(self, input_ids: NDArray[Any], seed: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -77,18 +78,21 @@ class Masking:
         return np.where(is_random, replacements, masked), np.where(is_chosen, input_ids, IGNORED_LABEL)
 
 
-def find_word_continuations(tokens: list[str]) -> NDArray[np.bool_]:
+def find_word_continuations(tokens: Sequence[str | None]) -> NDArray[np.bool_]:
     """Return for each token of a vocabulary whether it continues a word instead of beginning one, (tokens,) bool.
+
+    `tokens` has None for each id without a token.
 
     WordPiece marks continuations by `##`. Byte-level BPE and SentencePiece mark beginnings by a character for a space,
     `\u0120` and `\u2581`; tokens that start with a letter or digit instead continue a word. Raises a `UserError` if the
     vocabulary contains none of these marks.
     """
-    if any(token.startswith("##") for token in tokens):
-        return np.array([token.startswith("##") and len(token) > 2 for token in tokens])
+    texts = [token or "" for token in tokens]
+    if any(text.startswith("##") for text in texts):
+        return np.array([text.startswith("##") and len(text) > 2 for text in texts])
     for mark in ("\u0120", "\u2581"):
-        if any(token.startswith(mark) for token in tokens):
-            return np.array([not token.startswith(mark) and token[:1].isalnum() for token in tokens])
+        if any(text.startswith(mark) for text in texts):
+            return np.array([not text.startswith(mark) and text[:1].isalnum() for text in texts])
     raise UserError("task.whole_word=true: the tokenizer does not mark where words begin; set task.whole_word=false")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, NamedSplit, Value
 from datasets.table import InMemoryTable
 
 from istar.errors import UserError, shorten
@@ -146,7 +146,8 @@ def _validate_split(raw: RawSplit | Dataset, spec: TaskSpec, split: str) -> Data
         convert_labels, features[spec.label_column] = _LABEL_CONVERSIONS[spec.kind]
         columns[spec.label_column] = convert_labels(raw, spec)
     # `Dataset.from_dict` would encode every value by itself, which takes seconds for large data.
-    return Dataset(InMemoryTable.from_pydict(columns, schema=Features(features).arrow_schema))
+    table = InMemoryTable.from_pydict(columns, schema=Features(features).arrow_schema)
+    return Dataset(table, split=NamedSplit(split))
 
 
 def _convert_class_labels(raw: RawSplit, spec: TaskSpec) -> list[int]:

@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import pickle
+import re
 import string
 import warnings
 from dataclasses import replace
@@ -134,6 +135,30 @@ def test_rows_are_numbered_over_batches(monkeypatch):
     expected = featurize(SQUAD, questions(), make_tokenizer(), 48, training=False, cache_dir=None)
     monkeypatch.setattr(features, "_BATCH_ROWS", 2)
     assert are_equal(expected, featurize(SQUAD, questions(), make_tokenizer(), 48, training=False, cache_dir=None))
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns"),
+    [
+        (RTE, {"sentence1": ["a", "", "a", "", "a"], "sentence2": ["a", "a", "", "\x01", "a"], "label": [0] * 5}),
+        (SQUAD, {"question": ["a", "", "a", " ", "a"], "context": ["b", "b", "", "", "b"]}),
+    ],
+)
+def test_a_text_without_a_token_is_refused(spec, columns, monkeypatch):
+    monkeypatch.setattr(features, "_BATCH_ROWS", 2)
+    data, tokenizer = Dataset.from_dict(columns, split="validation"), make_tokenizer()
+    # With special tokens, no text is empty.
+    assert min(featurize(spec, data, tokenizer, 48, training=False, cache_dir=None)["length"]) > 1
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([])
+    first_column, second_column = spec.text_columns
+    expected = (
+        f"split validation, example 4 of 5: the tokenizer makes no token of {first_column} "
+        f"{columns[first_column][3]!r}, {second_column} {columns[second_column][3]!r}; remove this example"
+    )
+    with pytest.raises(UserError, match=re.escape(expected)):
+        featurize(spec, data, tokenizer, 48, training=False, cache_dir=None)
+    others = data.select([0, 1, 2, 4])
+    assert 0 not in featurize(spec, others, tokenizer, 48, training=False, cache_dir=None)["length"]
 
 
 def test_short_work_is_quiet_and_leaves_the_bars_as_they_were(tmp_path, capfd):
@@ -302,7 +327,7 @@ def test_processes_may_race(damaged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "requested_length", "expected"),
+    ("config", "default_length", "expected"),
     [
         (BertConfig(max_position_embeddings=64), 128, 64),
         (BertConfig(max_position_embeddings=64), 32, 32),
@@ -312,14 +337,28 @@ def test_processes_may_race(damaged, tmp_path):
         (XLNetConfig(), 512, 512),  # relative positions
     ],
 )
-def test_the_longest_feature(config, requested_length, expected):
-    assert limit_max_length(make_tokenizer(), config, requested_length) == expected
+def test_the_longest_feature(config, default_length, expected, caplog):
+    """A default above the limit is lowered with a warning, and a requested length above it is refused."""
+    assert limit_max_length(make_tokenizer(), config, None, default_length) == expected
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the task's default of {default_length} tokens is lowered to {expected}, the most that the model accepts"
+    ] * (expected < default_length)
+    caplog.clear()
+    assert limit_max_length(make_tokenizer(), config, expected, 999) == expected
+    if expected < default_length:
+        message = f"^task.max_length={default_length}: the model accepts at most {expected} tokens .*; lower task.max_l"
+        with pytest.raises(UserError, match=message):
+            limit_max_length(make_tokenizer(), config, default_length, 16)
+    assert not caplog.records
 
 
 def test_a_tokenizer_without_a_limit_and_a_limit_without_room():
-    assert limit_max_length(make_tokenizer(model_max_length=int(1e30)), BertConfig(), 4096) == 512
+    assert limit_max_length(make_tokenizer(model_max_length=int(1e30)), BertConfig(), None, 4096) == 512
+    assert limit_max_length(make_tokenizer(model_max_length=int(1e30)), XLNetConfig(), 4096, 128) == 4096
     with pytest.raises(UserError, match="max_length=7"):
-        limit_max_length(make_tokenizer(), BertConfig(), 7)
+        limit_max_length(make_tokenizer(), BertConfig(), 7, 128)
+    with pytest.raises(UserError, match="the model accepts at most 7 tokens"):
+        limit_max_length(make_tokenizer(), BertConfig(max_position_embeddings=7), None, 128)
 
 
 def test_roberta_s_longest_feature_has_a_position():
@@ -333,7 +372,7 @@ def test_roberta_s_longest_feature_has_a_position():
         intermediate_size=8,
     )
     model = RobertaModel(config)
-    longest = limit_max_length(make_tokenizer(), config, 512)
+    longest = limit_max_length(make_tokenizer(), config, None, 512)
     model(torch.full((1, longest), 5))
     with pytest.raises((IndexError, RuntimeError)):
         model(torch.full((1, longest + 1), 5))

@@ -11,6 +11,8 @@ from typing import Any
 
 import datasets
 import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, DatasetInfo, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
@@ -159,6 +161,7 @@ def test_columns_are_exact_and_typed(tmp_path: Path) -> None:
         "sentence2": Value("string"),
         "label": Value("int64"),
     }
+    assert train.split == "train"
 
 
 # ---- rows that do not fit
@@ -361,7 +364,7 @@ def make_squad_document(*ids: str, **fields: Any) -> dict[str, Any]:
 
 def test_squad(tmp_path: Path) -> None:
     (tmp_path / "train-v1.1.json").write_text(json.dumps(make_squad_document("b", "a")))
-    (tmp_path / "dev-v1.1.json").write_text(json.dumps(make_squad_document("c")))
+    (tmp_path / "dev-v1.1.json").write_text(json.dumps(make_squad_document("c", is_impossible=False)))
     loaded = load_splits(TASKS["squad"], tmp_path, ["train", "validation"])
     assert loaded["train"].column_names == ["id", "question", "context", "answers"]
     assert loaded["train"]["id"][:] == ["b", "a"]
@@ -376,7 +379,7 @@ def test_squad(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "expected_message"),
     [
-        (make_squad_document("a", is_impossible=False), "'is_impossible'"),
+        (make_squad_document("a", is_impossible=True), "question 'a': is_impossible is true"),
         (make_squad_document("a", "b", "a"), "id 'a' occurs 2 times"),
         (make_squad_document("a", answers=[]), "row 1: answers is {'text': [], 'answer_start': []}"),
         (make_squad_document("a", answers=[{"text": "x"}]), "key 'answer_start' is missing"),
@@ -495,6 +498,11 @@ def test_long_fields_of_csv_are_read(tmp_path: Path) -> None:
         ("train.csv", 'sentence,label\na,1\n"never closed,1\n', ", line 3: not CSV: "),
         ("train.csv", "text,label\na,1\n", ": column 'sentence'"),
         (
+            "train.csv",
+            "sentence,label,sentence\na,1,b\n",
+            ": column 'sentence' occurs at positions 1, 3; rename or remove all but one",
+        ),
+        (
             "train.jsonl",
             '{"sentence": "a", "label": 1}\n{"label": 0}\n',
             ", line 2: key 'sentence' is missing",
@@ -511,6 +519,54 @@ def test_long_fields_of_csv_are_read(tmp_path: Path) -> None:
 def test_tables_that_do_not_fit(tmp_path: Path, name: str, content: str, expected_message: str) -> None:
     (tmp_path / name).write_text(content)
     assert get_load_error("sst2", tmp_path, "train").startswith(f"{tmp_path / name}{expected_message}")
+
+
+def test_repeated_columns_that_are_not_needed(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("more,sentence,label,more\n0,a,1,0\n")
+    assert load_columns("sst2", tmp_path, "train") == [{"sentence": ["a"], "label": [1]}]
+
+
+def make_parquet_columns(**extra: Any) -> dict[str, Any]:
+    return {"sentence": pa.array(["a", "b"]), "label": pa.array([0, 1]), **extra}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64())),
+        pa.array([b"0" * 16] * 2, pa.uuid()),
+        pa.array([[1], []], pa.list_view(pa.int64())),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_columns_of_any_type_that_are_not_needed(tmp_path: Path, extra: pa.Array) -> None:
+    pq.write_table(pa.table(make_parquet_columns(more=extra)), tmp_path / "train.parquet")
+    assert load_columns("sst2", tmp_path, "train") == [{"sentence": ["a", "b"], "label": [0, 1]}]
+
+
+def test_class_names_next_to_features_that_this_version_of_datasets_lacks(tmp_path: Path) -> None:
+    names = {"_type": "ClassLabel", "names": ["positive", "negative"]}
+    features = {"label": names, "sentence": {"_type": "Value", "dtype": "string"}, "more": {"_type": "Newer"}}
+    for info in ({"features": features}, {"features": {**features, "more": [{"_type": "Newer"}]}}):
+        metadata = {"huggingface": json.dumps({"info": info})}
+        table = pa.table(make_parquet_columns(more=[0, 0])).replace_schema_metadata(metadata)
+        pq.write_table(table, tmp_path / "train.parquet")
+        assert load_columns("sst2", tmp_path, "train")[0]["label"] == [1, 0]
+    for metadata in ({"huggingface": "{}"}, {"huggingface": json.dumps({"info": {"features": None}})}, {"other": "?"}):
+        pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "train.parquet")
+        assert load_columns("sst2", tmp_path, "train")[0]["label"] == [0, 1]
+
+
+def test_parquet_that_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    texts, labels = make_parquet_columns().values()
+    pq.write_table(pa.table([texts, labels, texts], ["sentence", "label", "sentence"]), path)
+    assert get_load_error("sst2", tmp_path, "train").startswith(f"{path}: column 'sentence' occurs at positions 1, 3;")
+    pq.write_table(pa.table([texts, labels, texts, texts], ["sentence", "label", "more", "more"]), path)
+    assert load_columns("sst2", tmp_path, "train") == [{"sentence": ["a", "b"], "label": [0, 1]}]
+    maps = pa.array([[("a", 1)], []], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table([maps, labels], ["sentence", "label"]), path)
+    assert get_load_error("sst2", tmp_path, "train").startswith(f"{path}, row 1: sentence is not a text but [('a', 1)]")
 
 
 def test_saved_data_set_with_its_own_order_of_names(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.finetune.tasks.language_modelling import Masking, find_word_continuations
@@ -58,6 +58,19 @@ def test_each_text_has_a_token_to_predict_if_it_has_one(tokenizer: PreTrainedTok
     assert (labels == IGNORED_LABEL).all()
 
 
+@pytest.mark.parametrize("whole_word", [False, True])
+def test_ids_without_a_token_are_never_a_replacement(whole_word: bool) -> None:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = {word: 100 + 2 * number for number, word in enumerate([*WORDS[:20], "##x"])}
+    tokenizer = BertTokenizer({**{token: number for number, token in enumerate(special)}, **words})
+    input_ids = encode_tokens(tokenizer, WORDS[:20] * 100)
+    masked, labels = Masking(tokenizer, whole_word)(input_ids, (0,))
+    is_replaced = (masked != input_ids) & (masked != tokenizer.mask_token_id)
+    assert is_replaced.sum() > 10
+    assert set(masked[is_replaced]) <= set(words.values())
+    assert (labels != IGNORED_LABEL).sum() > 100
+
+
 def test_whole_words(tokenizer: PreTrainedTokenizerBase) -> None:
     tokens = [token for number in range(3_000) for token in (f"w{number % 300}", "##x1", "##x2")[: 1 + number % 3]]
     _, labels = Masking(tokenizer, whole_word=True)(encode_tokens(tokenizer, tokens), (0,))
@@ -79,9 +92,11 @@ def test_whole_words(tokenizer: PreTrainedTokenizerBase) -> None:
         (["[CLS]", "un", "##able", "##", "."], ["##able"]),
         (["\u0120the", "re", ".", "\u0120", "<s>"], ["re"]),
         (["\u2581the", "re", ",", "<s>"], ["re"]),
+        (["un", None, "##able"], ["##able"]),
+        (["\u2581the", None, "re"], ["re"]),
     ],
 )
-def test_marks_of_words(tokens: list[str], continuing: list[str]) -> None:
+def test_marks_of_words(tokens: list[str | None], continuing: list[str]) -> None:
     assert [
         token for token, is_continuation in zip(tokens, find_word_continuations(tokens), strict=True) if is_continuation
     ] == continuing
