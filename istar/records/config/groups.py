@@ -47,7 +47,7 @@ class TaskConfig:
     """Fraction of the training data, above 0 and at most 0.5, that is held out to choose the best epoch and the best
     configuration. None chooses by the validation set. Results are on the validation set in either case."""
     max_length: int | None = None
-    """Maximum number of tokens per sequence; None uses the task's default."""
+    """Maximum number of tokens per sequence; None uses the task's default, or the model's limit if that is lower."""
     submission: bool = field(default=False, metadata=NOT_IN_IDENTITY)
     """Also predict the test set and write the GLUE submission file."""
     doc_stride: int = 128
@@ -350,7 +350,8 @@ class TrainerConfig:
     val_check_interval: int | float = 1.0
     """Number of batches between two validations, or fraction of an epoch; 1.0 or null validates after each epoch."""
     check_val_every_n_epoch: int | None = 1
-    """Epochs between two validations; null counts `val_check_interval` across epochs."""
+    """Epochs between two validations; null counts `val_check_interval` across epochs. Whatever the interval, the last
+    step has a validation."""
     accumulate_grad_batches: int = 2
     """Micro-batches per optimizer step."""
     gradient_clip_val: float | None = 1.0
@@ -366,7 +367,7 @@ class TrainerConfig:
     strategy: str = field(default="auto", metadata=NOT_IN_IDENTITY)
     """auto, ddp, or fsdp, which shards the model over the processes; with several devices auto means ddp."""
     early_stopping: int | None = None
-    """Number of epochs without a better headline metric after which training stops; null never stops early."""
+    """Number of validations without a better headline metric after which training stops; null never stops early."""
     monitor_isotropy: bool = field(default=False, metadata=NOT_IN_IDENTITY)
     """Also log the InterSim, norms and ranks of each layer after every validation."""
     stop_at_inter_sim: float | None = None
@@ -391,8 +392,8 @@ class TrainerConfig:
     # Not in the identity: a run that finishes with `stop` has had no step that `skip` would have skipped.
     nonfinite: str = field(default="stop", metadata=NOT_IN_IDENTITY)
     """Reaction to a NaN or infinite loss or gradient: stop the run, or skip the optimizer step."""
-    deterministic: bool = False
-    """Use deterministic algorithms only."""
+    deterministic: bool | str = False
+    """Use deterministic algorithms only; warn allows others, with a warning, where there is no deterministic one."""
     fast_dev_run: bool = False
     """Run one batch of training, validation and prediction, without checkpoints, to test a config."""
     log_every_n_steps: int = field(default=10, metadata=NOT_IN_IDENTITY)
@@ -428,11 +429,33 @@ class TrainerConfig:
                 f"trainer.keep_models={self.keep_models} is not a schedule; expected log, a whole number of optimizer "
                 "steps above 0, or null"
             )
+        if type(self.deterministic) is not bool and self.deterministic != "warn":
+            raise UserError(f"trainer.deterministic={self.deterministic}; expected true, false or warn")
+        self._check_end()
         check_one_of("trainer.strategy", self.strategy, ("auto", "ddp", "fsdp"))
         if self.strategy == "fsdp" and self.precision == "16-mixed":
             raise UserError("trainer.strategy=fsdp needs trainer.precision=bf16-mixed or 32-true, not 16-mixed")
         check_one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
         check_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
+
+    def _check_end(self) -> None:
+        """Check further arguments of Lightning about the end of the training, which needs a validation."""
+        max_time = self.lightning.get("max_time")
+        if max_time is not None and not isinstance(max_time, str | dict):
+            raise UserError(
+                f"trainer.max_time={max_time} is not a duration; expected days:hours:minutes:seconds, e.g. 00:12:00:00"
+            )
+        if max_time is not None and self.check_val_every_n_epoch not in (None, 1):
+            raise UserError(
+                f"trainer.max_time={max_time} may end the training in an epoch without a validation; leave out "
+                f"trainer.check_val_every_n_epoch={self.check_val_every_n_epoch}"
+            )
+        for name in ("min_epochs", "min_steps"):
+            if self.max_steps is not None and self.lightning.get(name) is not None:
+                raise UserError(
+                    f"trainer.{name}={self.lightning[name]} may require more steps than trainer.max_steps="
+                    f"{self.max_steps} allows; leave out one of them"
+                )
 
     def _check_batch_limit(self, name: str) -> None:
         """Replace null by 1.0, which means the same, and check that a field is a number of batches or a fraction."""
