@@ -164,6 +164,11 @@ class RunRecord:
         metric = self.selection.get("metric", self.headline.get("metric", ""))
         return merit(metric, self.selection_value)
 
+    @property
+    def validation_examples(self) -> int:
+        """Number of examples of all validation sets; 0 if unknown."""
+        return sum(self.data.get("validation", {}).values())
+
 
 def installed_versions() -> dict[str, str]:
     """Return the installed versions of istar and of the libraries that affect results."""

@@ -2,9 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
-from istar.records.identity import configuration_hash, identifies_run, label_method, shorten_model_name
+from istar.records.identity import (
+    Inputs,
+    configuration_hash,
+    identifies_run,
+    label_inputs,
+    label_method,
+    shorten_model_name,
+)
 from istar.records.results import RunRecord
 
 RUN_COLUMNS = (
@@ -15,8 +22,18 @@ RUN_COLUMNS = (
 """Columns of every data frame of runs; see `Runs.frame`."""
 
 
+def get_inputs(record: RunRecord) -> Inputs:
+    """Return the data and the model that a run starts from; their fingerprints are unknown of an unfinished run."""
+    task, model = record.config["task"], record.config["model"]
+    names = task["name"], task.get("data_dir"), model["name"], model.get("revision")
+    return Inputs(*names, record.data.get("fingerprint"), record.model_identity)
+
+
 def record_to_row(record: RunRecord) -> dict[str, Any]:
-    """Return the row of a run in a data frame of runs, without the column `folder`; see `Runs.frame`."""
+    """Return the row of a run in a data frame of runs, without the column `folder`; see `Runs.frame`.
+
+    Task and model have their short names; see `istar.records.identity.label_inputs` for the labels among other runs.
+    """
     config, headline = record.config, record.headline
     isoscore_before, isoscore_after = (record.isotropy.get(stage, {}).get("union") for stage in ("before", "after"))
     column_values = (
@@ -71,12 +88,15 @@ class Configuration(NamedTuple):
 
 
 def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[Configuration]]:
-    """Group runs by task and model, then by configuration, in the order of `records`; see `configuration_hash`."""
+    """Group runs by the labels of task and model, then by configuration, in the order of `records`.
+
+    See `istar.records.identity.label_inputs` and `configuration_hash`.
+    """
     runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
+    labels = label_inputs(map(get_inputs, records))
     for record in records:
-        task_and_model = (record.config["task"]["name"], shorten_model_name(record.config["model"]["name"]))
         configuration = configuration_hash(record.config, record.data.get("fingerprint", ""), record.model_identity)
-        runs_by_task.setdefault(task_and_model, {}).setdefault(configuration, []).append(record)
+        runs_by_task.setdefault(labels[get_inputs(record)], {}).setdefault(configuration, []).append(record)
     return {
         task_and_model: list(
             map(Configuration, _make_labels(runs_by_configuration.values()), runs_by_configuration.values())
@@ -107,8 +127,8 @@ def _format_setting(key: str, value: Any) -> str:
 def find_distinctive_settings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the config keys in which runs of the same task, model and method differ; rows are as of `record_to_row`.
 
-    Keys that do not identify a run, such as `run.root`, are left out, except paths of data and models, which may have
-    different files. Keys that some runs of a method lack are left out too, because they belong to another option.
+    Keys that do not identify a run, such as `run.root`, are left out: the labels of task and model tell paths apart.
+    Keys that some runs of a method lack are left out too, because they belong to another option.
     """
     rows_by_method: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -120,15 +140,28 @@ def find_distinctive_settings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         for key in group[0]
         if "." in key and all(key in row for row in group) and len({str(row[key]) for row in group}) > 1
     }
-    return [key for key in differing if identifies_run(key) or key in ("task.data_dir", "model.name")]
+    return [key for key in differing if identifies_run(key)]
 
 
-def selection_sort_key(merits: Sequence[float]) -> tuple[int, float]:
-    """Return the sort key of a configuration, higher for better ones: the number of seeds, then the mean merit.
+class Candidate(Protocol):
+    """A finished run, with what decides between its configuration and others; see `RunRecord` for the properties."""
 
-    `merits` are the `selection_merit` of each seed's run.
+    @property
+    def selection_merit(self) -> float: ...
+
+    @property
+    def validation_examples(self) -> int: ...
+
+
+def selection_sort_key(runs: Sequence[Candidate]) -> tuple[int, int, float]:
+    """Return the sort key of a configuration, higher for better ones, from its runs, one for each seed.
+
+    The configuration with the most seeds is the best; among equals, the one with the largest validation set, then the
+    best mean. A larger validation set goes before, because a part of one may have a better mean by chance. The mean is
+    over the headline metric on the set that chose the epochs.
     """
-    return len(merits), fmean(merits)
+    num_examples = max(run.validation_examples for run in runs)
+    return len(runs), num_examples, fmean(run.selection_merit for run in runs)
 
 
 class PlannedRun(TypedDict):
@@ -136,7 +169,7 @@ class PlannedRun(TypedDict):
 
     name: str
     task: str
-    model: str  # last part of the model's name
+    model: str  # label of the model, as in the report
     method: str  # with its settings, as in the report
     seed: int
 

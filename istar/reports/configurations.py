@@ -10,13 +10,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 import pandas as pd
 
 from istar.records.identity import configuration_hash, find_method, identifies_run, name_method
-from istar.records.metric_names import merit, scale_for_display
+from istar.records.metric_names import scale_for_display
 from istar.records.results import RunRecord
 from istar.records.run_rows import selection_sort_key
 from istar.reports import paper
@@ -110,7 +109,7 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
         usable: a finished run with a finite headline value that is not repeated.
         chosen_on: the set that chose the epoch and the shown configuration; see `get_selection_set`.
         train_examples: number of training examples; NaN if unknown.
-        validation_examples: number of examples of all validation sets; 0 if unknown.
+        validation_examples, selection_merit: see `RunRecord`; the latter is missing without a headline metric.
         steps: optimizer steps until the last validation; NaN if unknown.
         candidate: whether a cell of Table 1 may show the run; see `is_table1_candidate`.
     """
@@ -131,7 +130,8 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     frame["candidate"] = is_table1_candidate(frame)
     frame["chosen_on"] = [get_selection_set(record) for record in records]
     frame["train_examples"] = [_to_float(record.data.get("train")) for record in records]
-    frame["validation_examples"] = [sum(record.data.get("validation", {}).values()) for record in records]
+    frame["validation_examples"] = [record.validation_examples for record in records]
+    frame["selection_merit"] = [record.selection_merit if record.headline else math.nan for record in records]
     frame["steps"] = [_to_float(record.epochs[-1].get("step")) if record.epochs else math.nan for record in records]
     cells = {(cell.task, cell.model, cell.family): cell.first_run for cell in select_cells(frame)}
     first_runs = [cells.get(key, {}) for key in zip(frame["task"], frame["model"], frame["family"], strict=True)]
@@ -209,23 +209,15 @@ def are_all_collapsed(runs: pd.DataFrame) -> bool:
 
 
 def find_best_group(runs: pd.DataFrame, column: str) -> str:
-    """Return the value of `column` with the most seeds; among equals, with the largest validation set, then best mean.
+    """Return the value of `column` with the best runs, by `istar.records.run_rows.selection_sort_key`.
 
-    A larger validation set goes before, because a part of one may have a better mean by chance. The mean is over the
-    headline metric on the set that chose the epochs. If the means are equal as well, the alphabetically first run name
-    decides.
+    Among equals, the alphabetically first run name decides.
     """
-    metric = runs["metric"].iloc[0]
-    merits_by_group: dict[str, list[float]] = {}
-    for _, group, value in sorted(zip(runs["name"], runs[column], runs["selection"], strict=True), key=itemgetter(0)):
-        merits_by_group.setdefault(group, []).append(merit(metric, value))
-    num_examples = runs.groupby(column)["validation_examples"].max()
-
-    def sort_key(group: str) -> tuple[int, int, float]:
-        num_seeds, mean = selection_sort_key(merits_by_group[group])
-        return num_seeds, num_examples[group], mean
-
-    return max(merits_by_group, key=sort_key)
+    runs_by_group: dict[str, list[Any]] = {}
+    columns = [column, "selection_merit", "validation_examples"]
+    for run in runs.sort_values("name")[columns].itertuples(index=False):
+        runs_by_group.setdefault(run[0], []).append(run)
+    return max(runs_by_group, key=lambda group: selection_sort_key(runs_by_group[group]))
 
 
 def select_cells(all_runs: pd.DataFrame) -> list[Cell]:

@@ -18,6 +18,7 @@ from istar.drawing.page_tables import (
     numeric_entries,
 )
 from istar.drawing.terminal import format_duration
+from istar.records.identity import shorten_model_name
 from istar.records.metric_names import count_decimals, format_number, merit
 from istar.reports import paper
 from istar.reports.configurations import (
@@ -71,10 +72,11 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
 def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Return the rows of one model and task: one per metric and method, or one per method without finished runs."""
     base = next(cell for cell in cells if cell.family == "base")
+    names = _get_names_in_paper(next((cell for cell in cells if cell.seeds), base))
     rows = []
     # The longest list of metrics, because cells without a finished run have none.
     for metric in max((cell.metrics for cell in cells), key=len) or [""]:
-        metric_rows = [_build_table1_row(cell, base, metric) for cell in cells]
+        metric_rows = [_build_table1_row(cell, base, metric, names) for cell in cells]
         max_seeds = max(row["seeds"] for row in metric_rows)
         valid_rows = [row for row in metric_rows if row["mean"] is not None and not row["all_collapsed"]]
         max_valid_seeds = max((row["seeds"] for row in valid_rows), default=0)
@@ -89,9 +91,14 @@ def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return rows
 
 
-def _build_table1_row(cell: Cell, base: Cell, metric: str) -> dict[str, Any]:
+def _get_names_in_paper(cell: Cell) -> tuple[str, str]:
+    """Return the short name of a finished cell's model, and the name of its task; the cell's labels may be longer."""
+    return shorten_model_name(str(cell.first_run.get("model.name"))), str(cell.first_run.get("task.name"))
+
+
+def _build_table1_row(cell: Cell, base: Cell, metric: str, names_in_paper: tuple[str, str]) -> dict[str, Any]:
     scores = cell.mean_and_std(metric)
-    paper_mean, paper_std = paper.look_up_score(cell.model, cell.task, metric, cell.family) or (None, None)
+    paper_mean, paper_std = paper.look_up_score(*names_in_paper, metric, cell.family) or (None, None)
     first_run = cell.first_run
     row = {
         "model": cell.model,
@@ -215,7 +222,7 @@ def collect_tried_pairs(all_runs: pd.DataFrame, cell: Cell) -> set[tuple[float, 
 
 
 def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
-    paper_lambda, paper_zeta = paper.look_up_tuned_penalty(cell.model, cell.task) or (None, None)
+    paper_lambda, paper_zeta = paper.look_up_tuned_penalty(*_get_names_in_paper(cell)) or (None, None)
     metric = cell.metrics[0] if cell.metrics else ""
     return {
         "model": cell.model,

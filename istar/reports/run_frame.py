@@ -16,9 +16,16 @@ from rich.table import Table
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
+from istar.records.identity import Inputs, label_inputs
 from istar.records.metric_names import format_metric, format_number, merit
 from istar.records.results import CONFIG, RESULT, RunRecord, check_runs_folder, read_result, read_unfinished
-from istar.records.run_rows import RUN_COLUMNS, describe_smoke_runs, find_distinctive_settings, record_to_row
+from istar.records.run_rows import (
+    RUN_COLUMNS,
+    describe_smoke_runs,
+    find_distinctive_settings,
+    get_inputs,
+    record_to_row,
+)
 
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder replaced by `run.overwrite=true`
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
@@ -30,7 +37,10 @@ MAIN_COLUMNS = (
 _LEAST_IMPORTANT_COLUMNS = (
     "seconds", "epoch", "constant", "error", "model", "task", "metric", "isoscore_before", "status", "isoscore_after",
 )  # fmt: skip
-"""Columns that a narrow terminal lacks, the first ones first, then the settings that differ, `seed` and `method`."""
+"""Columns that a narrow terminal lacks, the first ones first, then the settings that differ, `seed` and `method`.
+
+A label of tasks or models that is longer than their part of the run's name counts as a setting.
+"""
 _METRIC_COLUMNS = ("value", "constant", "selection")
 _FORMAT_SPECS = {"isoscore_before": ".4f", "isoscore_after": ".4f", "seconds": ".0f", "epoch": ".0f"}
 _COLUMN_GAP = 2
@@ -64,6 +74,7 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
     """
     check_runs_folder(root)
     rows: list[dict[str, Any]] = []
+    inputs: list[Inputs] = []  # of each row
     read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
     num_smoke = 0
@@ -77,6 +88,7 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
                 num_smoke += 1
                 continue
             rows.append({"folder": str(folder), **record_to_row(record)})
+            inputs.append(get_inputs(record))
             if keep_records:
                 records[str(folder)] = record
         except UserError as error_of_run:
@@ -91,6 +103,9 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
         log.warning("not read: %s", error)
     if num_smoke:
         log.warning(describe_smoke_runs(num_smoke))
+    labels = label_inputs(inputs)
+    for row, run_inputs in zip(rows, inputs, strict=True):
+        row["task"], row["model"] = labels[run_inputs]
     frame = pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS])
     return Runs(frame, read_errors, records, num_smoke)
 
@@ -201,13 +216,15 @@ def build_runs_table(frame: pd.DataFrame, columns: Sequence[str], width: int) ->
     defaults = list_default_columns(frame)
     shown = columns or [column for column in defaults if column == "name" or frame[column].notna().any()]
     settings = [column for column in defaults if column not in MAIN_COLUMNS]
+    settings += [column for column in ("task", "model") if any(run[column] not in run["name"] for run in runs)]
     cells_by_column = {column: [_format_run_cell(run, column) for run in runs] for column in shown}
     widths = {
         column: _COLUMN_GAP + max(map(cell_len, [*column.split("_"), *cells]))
         for column, cells in cells_by_column.items()
     }
     dropped = []
-    for column in (*_LEAST_IMPORTANT_COLUMNS, *settings, "seed", "method"):
+    least_important = [column for column in _LEAST_IMPORTANT_COLUMNS if column not in settings]
+    for column in (*least_important, *settings, "seed", "method"):
         if column in cells_by_column and not columns and sum(widths.values()) - _COLUMN_GAP > width:
             del widths[column], cells_by_column[column]
             dropped.append(column)

@@ -3,12 +3,13 @@
 import shlex
 from collections.abc import Iterable, Mapping
 from itertools import groupby
+from typing import Any
 
 import pandas as pd
 
 from istar.records.identity import TINY
 from istar.records.results import RunRecord
-from istar.reports.configurations import list_models, list_tasks
+from istar.reports.configurations import by_model_and_task
 from istar.reports.method_comparisons import Method
 
 _MODEL_OPTIONS = {
@@ -27,13 +28,16 @@ ADVICE = "The command of their sweep skips the runs that have finished, and runs
 
 
 def build_sweep_commands(sweep: str, all_runs: pd.DataFrame, records: Mapping[str, RunRecord], root: str) -> list[str]:
-    """Return a sweep's command for each model of the runs, with all tasks that it was trained on."""
+    """Return a sweep's command for each model and `task.data_dir` of the runs, with all tasks that have both."""
+    configs_by_paths: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
+    for runs in by_model_and_task(all_runs):
+        config = records[runs["folder"].iloc[0]].config
+        configs_by_paths.setdefault((str(config["model"]["name"]), config["task"].get("data_dir")), []).append(config)
     commands = []
-    for model in list_models(all_runs):
-        model_runs = all_runs[all_runs["model"] == model]
-        model_config = records[model_runs["folder"].iloc[0]].config["model"]
-        name = str(model_config["name"])
-        words = [f"+sweep={sweep}", f"task={','.join(list_tasks(model_runs))}"]
+    for (name, data_dir), configs in configs_by_paths.items():
+        model_config = configs[0]["model"]
+        words = [f"+sweep={sweep}", f"task={','.join(dict.fromkeys(config['task']['name'] for config in configs))}"]
+        words += [f"task.data_dir={data_dir}"] if data_dir else []
         words.append(f"model={_MODEL_OPTIONS.get(name, 'auto')}")
         words += [] if name in _MODEL_OPTIONS else [f"model.name={name}"]
         # The option of the tiny model, which always has random weights, says so.

@@ -16,7 +16,7 @@ from istar.errors import shorten
 from istar.records.metric_names import GEOMETRY_LABELS, axis_label, geometry_key, scale_for_display
 from istar.records.results import METRICS_FILE, RunRecord
 from istar.reports import paper
-from istar.reports.configurations import Cell, list_models, list_tasks
+from istar.reports.configurations import Cell, by_model_and_task
 from istar.reports.method_comparisons import select_runs_by_method
 
 _LOSS_COLUMN = "train/task_loss"
@@ -79,23 +79,15 @@ def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
 
 
 def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
-    """Return a figure of the training loss and of each measure of the last layer, by step, for each task.
+    """Return a figure of the training loss and of each measure of the last layer, by step, for each name of a task.
 
     A panel has a line for each method: the mean over its seeds, with the standard deviation as a band. Only runs that
     measured their geometry during training, with `trainer.measure_every_n_steps`, are shown.
     """
-    usable_runs = all_runs[all_runs["usable"]]
-    plots = []
-    for task in list_tasks(usable_runs):
-        task_runs = usable_runs[usable_runs["task"] == task]
-        panels = [
-            panel
-            for model in list_models(task_runs)
-            for panel in _build_model_panels(model, task_runs[task_runs["model"] == model])
-        ]
-        if panels:
-            plots.append(_build_task_plot(task, panels))
-    return plots
+    panels_by_task: dict[str, list[Panel]] = {}
+    for runs in by_model_and_task(all_runs[all_runs["usable"]]):
+        panels_by_task.setdefault(str(runs["task.name"].iloc[0]), []).extend(_build_task_panels(runs))
+    return [_build_task_plot(task, panels) for task, panels in panels_by_task.items() if panels]
 
 
 def _read_metrics_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]:
@@ -144,26 +136,26 @@ def _build_task_plot(task: str, panels: Sequence[Panel]) -> Plot:
     )
 
 
-def _build_model_panels(model: str, runs: pd.DataFrame) -> list[Panel]:
+def _build_task_panels(runs: pd.DataFrame) -> list[Panel]:
+    """Return the panels of one model and task; their title is the label of the task if it is not only its name."""
+    task, model = (str(runs[column].iloc[0]) for column in ("task", "model"))
+    title = "" if task == runs["task.name"].iloc[0] else task
     tables_by_method = _read_metrics_by_method(runs)
-    panels = [_build_panel(model, "training loss", tables_by_method, _get_binned_loss)]
+    lines_by_label = {"training loss": _build_lines(tables_by_method, _get_binned_loss)}
     for measure, label in GEOMETRY_LABELS.items():
-        panels.append(_build_panel(model, label, tables_by_method, partial(_get_measure, measure=measure)))
-    return [panel for panel in panels if panel.lines]
+        lines_by_label[label] = _build_lines(tables_by_method, partial(_get_measure, measure=measure))
+    return [Panel(label, lines, title, model) for label, lines in lines_by_label.items() if lines]
 
 
-def _build_panel(
-    model: str,
-    y_label: str,
-    tables_by_method: Mapping[str, list[pd.DataFrame]],
-    get_series: Callable[[pd.DataFrame], pd.Series],
-) -> Panel:
-    """Return a panel with a line for each method that has values; `get_series` returns a run's values by step."""
+def _build_lines(
+    tables_by_method: Mapping[str, list[pd.DataFrame]], get_series: Callable[[pd.DataFrame], pd.Series]
+) -> list[Line]:
+    """Return a line for each method that has values; `get_series` returns a run's values by step."""
     lines = []
     for method, tables in tables_by_method.items():
         for line in _make_mean_lines(method, pd.concat([get_series(table) for table in tables])):
             lines.append(line if any(line.y_error) else replace(line, y_error=()))
-    return Panel(y_label, lines, model=model)
+    return lines
 
 
 def _get_measure(table: pd.DataFrame, measure: str) -> pd.Series:

@@ -90,6 +90,16 @@ def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
     }  # fmt: skip
 
 
+def test_a_model_with_a_longer_label_has_the_numbers_of_the_paper(prepare: Prepare) -> None:
+    models = BERT, "elsewhere/bert-base-cased"
+    frame = prepare(*(record("rte", model, istar(), 1, changes={"model_identity": model}) for model in models))
+    cells = configurations.select_cells(frame)
+    table1 = paper_tables.build_table1_sheet(cells).frame.set_index("model")
+    assert set(table1.index) == set(models)
+    assert table1["paper_mean"].notna().all()
+    assert paper_tables.build_table2_sheet(cells, frame).frame["paper_lambda"].notna().all()
+
+
 def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -> None:
     """The other columns do not change the selection, even if their values are better."""
     runs = [record("squad", BERT, istar(weight), 1, value) for weight, value in ((-1, 0.5), (-3, 0.6), (-5, 0.4))]
@@ -98,11 +108,11 @@ def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -
     assert chosen_weight == -3
     tempting_values = {-1.0: 0.99, -3.0: 0.01, -5.0: 0.5}
     irrelevant_columns = [name for name in frame if name.startswith("validation.") or name.startswith("isoscore")]
-    for name in [*irrelevant_columns, "value", "test.f1", "constant", "seconds", "epoch"]:
+    for name in [*irrelevant_columns, "value", "selection", "test.f1", "constant", "seconds", "epoch"]:
         frame[name] = frame["reg.lambda"].map(tempting_values)
     [same_weight] = configurations.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
     assert same_weight == -3
-    frame["selection"] = frame["reg.lambda"].map(tempting_values)
+    frame["selection_merit"] = frame["reg.lambda"].map(tempting_values)
     [other_weight] = configurations.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
     assert other_weight == -1
 

@@ -199,6 +199,29 @@ def test_longer_trials_or_other_data_are_another_budget(tmp_path: Path, changes:
 
 
 @pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        ([{"task__data_dir": "easy"}, {"task__data_dir": "hard"}], [("mine", "rte (easy)"), ("mine", "rte (hard)")]),
+        ([{"model": "a/last"}, {"model": "b/last"}], [("a/last", "rte"), ("b/last", "rte")]),
+    ],
+)
+def test_each_data_set_and_each_model_is_compared(
+    tmp_path: Path, paths: list[dict[str, Any]], names: list[tuple[str, str]]
+) -> None:
+    """Of two corpora or of two checkpoints with the same last name, only those with the best means were compared."""
+    for number, (path, gain) in enumerate(zip(paths, (0.2, -0.2), strict=True)):
+        changes = {"data": {"fingerprint": f"data {number}", "train": 100}, "model_identity": f"model {number}"}
+        for seed in range(1, 9):
+            score = 0.5 + seed / 100
+            save_all(tmp_path, BASE, {seed: score}, changes=changes, **path)
+            save_all(tmp_path, istar(-1), {seed: score + gain + seed / 1000}, changes=changes, **path)
+    compared = compare_methods_in(tmp_path)
+    assert [(method.model, method.task) for method in compared.methods[::2]] == names
+    assert [verdict(row.statistics) for row in compared.comparisons] == [Verdict.BETTER, Verdict.WORSE]
+    assert [row.statistics.chosen_among for row in compared.comparisons] == [1, 1]
+
+
+@pytest.mark.parametrize(
     "changes",
     [{"data": {"fingerprint": "a part of data-rte", "train": 100}}, {"model_identity": "5678"}],
     ids=lambda changes: next(iter(changes)),

@@ -322,6 +322,12 @@ def test_each_model_has_one_command_for_all_its_tasks(tmp_path: Path) -> None:
         "istar train -m +sweep=table1 task=rte model=auto 'model.name=here/my model' model.pretrained=false",
         "istar train -m +sweep=table1 task=demo model=tiny",
     ]
+    for path in ("easy.txt", "hard.txt"):
+        save(record("clm", "tiny", BASE, 1, status="failed", task__data_dir=path), tmp_path)
+    runs = read_runs(tmp_path, keep_records=True)
+    assert sweep_commands.build_sweep_commands("table1", runs.frame, runs.records, "runs")[2:4] == [
+        f"istar train -m +sweep=table1 task=clm task.data_dir={path} model=tiny" for path in ("easy.txt", "hard.txt")
+    ]
     command = sweep_commands.build_sweep_commands("figure3", runs.frame, runs.records, "else where")[0]
     assert command == "istar train -m +sweep=figure3 task=rte,cola model=bert 'run.root=else where'"
 

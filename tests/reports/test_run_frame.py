@@ -261,6 +261,19 @@ def test_settings_that_tell_runs_apart_are_columns(write_run: Callable[..., RunR
     assert columns[columns.index("method") + 1] == "optim.lr"
 
 
+def test_models_of_one_name_are_told_apart_in_a_narrow_table(
+    write_run: Callable[..., RunRecord], tmp_path: Path
+) -> None:
+    write_run("rte-bert-none-0", "reg=none", "model.name=a/bert", model_identity="1")
+    assert read_runs(tmp_path).frame["model"].tolist() == ["bert"]
+    write_run("rte-bert-none-1", "reg=none", "model.name=b/bert", model_identity="2")
+    frame = read_runs(tmp_path).frame
+    assert frame["model"].tolist() == ["a/bert", "b/bert"]
+    table, dropped = build_runs_table(frame, (), 50)
+    assert "model" in [column.header for column in table.columns]
+    assert "task" in dropped
+
+
 def test_a_narrow_table_lacks_columns_but_no_digits(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("rte-bert-base-cased-istar-0123456789ab", value=0.75)
     frame = read_runs(tmp_path).frame

@@ -14,9 +14,12 @@ from tests.reports.synthetic import BASE, istar, record, save
 STEPS = range(0, 400, 100)
 
 
-def add_run(root: Path, reg: Mapping[str, Any], seed: int, level: float, model: str = "new") -> None:
+def add_run(
+    root: Path, reg: Mapping[str, Any], seed: int, level: float, model: str = "new", data_dir: str | None = None
+) -> None:
     """Write a run of 400 steps that measured two layers every 100 steps; layer 2 has InterSim `level` x step."""
-    folder = save(record("clm", model, reg, seed, 20.0), root)
+    changes = {"data": {"fingerprint": str(data_dir)}}
+    folder = save(record("clm", model, reg, seed, 20.0, changes=changes, task__data_dir=data_dir), root)
     rows: list[dict[str, float]] = [{"step": step, "train/task_loss": 9 - step / 100} for step in range(400)]
     for step in STEPS:
         rows.append({"step": step, "geometry/layer_1/inter_sim": -1.0, "geometry/layer_2/inter_sim": level * step})
@@ -47,6 +50,14 @@ def test_lines_are_means_over_the_seeds_of_each_method(tmp_path: Path) -> None:
     # Fifty bins of eight steps each.
     assert loss.lines[0].x[:2] == (4.0, 12.0)
     assert loss.lines[0].y == pytest.approx([9 - (8 * bin_index + 3.5) / 100 for bin_index in range(50)])
+
+
+def test_data_sets_of_one_task_have_separate_panels(tmp_path: Path) -> None:
+    for data_dir in ("easy/data", "hard/data"):
+        add_run(tmp_path, BASE, 1, 0.1, data_dir=data_dir)
+    [plot] = build_training_plots(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
+    assert plot.name == "training-clm"  # also the name of its files
+    assert [panel.title for panel in plot.panels] == ["clm (easy/data)"] * 2 + ["clm (hard/data)"] * 2
 
 
 def test_broken_and_missing_files_show_nothing(tmp_path: Path) -> None:

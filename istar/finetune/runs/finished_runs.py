@@ -14,7 +14,8 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
     """Read the record of the run in a folder; None if it is not finished, or `run.overwrite` runs it again.
 
     Raises:
-        UserError: if the run lacks a requested output, such as the submission file, that its name does not depend on.
+        UserError: if the record is damaged, or the run lacks a requested output, such as the submission file, that its
+            name does not depend on.
     """
     if config.run.overwrite:
         return None
@@ -26,11 +27,12 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
     try:
         record = results.read_result(folder)
     except UserError as error:
-        raise UserError(f"{error}; run.overwrite=true runs it again") from error
+        raise UserError(f"{error}; delete {folder} to run it again") from error
     if record.status != "finished":
         return None
     if shortcoming := _describe_shortcoming(folder, record, config):
-        raise UserError(f"{folder} is finished but {shortcoming}; run.overwrite=true runs it again")
+        advice = "run.overwrite=true runs it again (in a sweep, all runs)"
+        raise UserError(f"{folder} is finished but {shortcoming}; {advice}")
     return record
 
 

@@ -8,7 +8,6 @@ from rich.table import Table
 
 from istar.drawing.page_tables import make_markdown_table
 from istar.drawing.plot import Line, Panel, Plot
-from istar.records.identity import shorten_model_name
 from istar.records.metric_names import axis_label, format_metric, scale_for_display
 from istar.records.results import RunRecord
 from istar.records.run_rows import Configuration
@@ -28,7 +27,7 @@ ConfigurationsByTask = Mapping[tuple[str, str], Sequence[Configuration]]  # by t
 
 def build_comparison_table(configurations_by_task: ConfigurationsByTask) -> Table:
     """Return a table with one row per configuration; a task, model or seed that all rows share is in the title."""
-    row_groups = [list(map(build_comparison_row, group)) for group in configurations_by_task.values()]
+    row_groups = _build_row_groups(configurations_by_task)
     rows = [row for task_rows in row_groups for row in task_rows]
     title_indices = [index for index in _TITLE_COLUMNS if len({row[index] for row in rows}) == 1]
     title = " · ".join(f"{'seed ' * (COMPARISON_COLUMNS[index] == 'seed')}{rows[0][index]}" for index in title_indices)
@@ -43,12 +42,19 @@ def build_comparison_table(configurations_by_task: ConfigurationsByTask) -> Tabl
     return table
 
 
-def build_comparison_row(configuration: Configuration) -> list[str]:
+def _build_row_groups(configurations_by_task: ConfigurationsByTask) -> list[list[list[str]]]:
+    return [
+        [build_comparison_row(task_and_model, configuration) for configuration in configurations]
+        for task_and_model, configurations in configurations_by_task.items()
+    ]
+
+
+def build_comparison_row(task_and_model: tuple[str, str], configuration: Configuration) -> list[str]:
     """Return the row of a configuration in a comparison table, with the columns `COMPARISON_COLUMNS`.
 
     Metrics are in percent; the headline metric is the mean ± standard deviation over the seeds.
     """
-    runs, first_run = configuration.runs, configuration.runs[0]
+    (task, model), runs, first_run = task_and_model, configuration.runs, configuration.runs[0]
     metric = first_run.headline["metric"]
     scores = [scale_for_display(metric, run.headline["value"]) for run in runs]
     score = f"{fmean(scores):.2f}" + (f" ± {stdev(scores):.2f}" if len(runs) > 1 else "")
@@ -60,8 +66,8 @@ def build_comparison_row(configuration: Configuration) -> list[str]:
     )
     epochs = sorted({run.headline["epoch"] for run in runs})
     return [
-        f"{first_run.config['task']['name']}, {metric}",
-        shorten_model_name(first_run.config["model"]["name"]),
+        f"{task}, {metric}",
+        model,
         configuration.label,
         ",".join(str(run.config["seed"]) for run in runs),
         score,
@@ -74,8 +80,8 @@ def build_comparison_row(configuration: Configuration) -> list[str]:
 
 def format_comparison_as_markdown(configurations_by_task: ConfigurationsByTask) -> str:
     """Return a Markdown table with one row per configuration and the columns `COMPARISON_COLUMNS`."""
-    configurations = [configuration for group in configurations_by_task.values() for configuration in group]
-    return make_markdown_table([COMPARISON_COLUMNS, *map(build_comparison_row, configurations)]) + "\n"
+    row_groups = _build_row_groups(configurations_by_task)
+    return make_markdown_table([COMPARISON_COLUMNS, *(row for rows in row_groups for row in rows)]) + "\n"
 
 
 def build_comparison_plots(configurations_by_task: ConfigurationsByTask) -> list[Plot]:

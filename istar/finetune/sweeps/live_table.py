@@ -24,6 +24,7 @@ from istar.records import identity
 from istar.records.config.schema import to_dict
 from istar.records.metric_names import format_metric
 from istar.records.results import PROGRESS, RunRecord
+from istar.records.run_rows import selection_sort_key
 
 SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
 STATE_FORMAT = 1
@@ -37,8 +38,8 @@ class SweepEntry:
 
     name: str
     overrides: Sequence[str]
-    task: str
-    model: str
+    task: str  # label of the task among all runs of the sweep; see `label_inputs`
+    model: str  # label of the model
     method: str  # with its settings
     seed: Annotated[int, 0]
     method_name: str  # the method without its settings
@@ -52,6 +53,7 @@ class SweepEntry:
     metric: str | None = None
     value: float | None = None  # the headline metric on the validation set, as in `result.json`
     selection_merit: float = 0.0  # value used for model selection, negated for losses so that higher is better
+    validation_examples: int = 0  # number of examples of all validation sets
     collapsed: bool = False
     error: str | None = None
     log: str | None = None  # file with the output of the run's processes
@@ -76,6 +78,7 @@ class SweepEntry:
         self.status = record.status
         self.metric, self.value = record.headline.get("metric"), record.headline.get("value")
         self.selection_merit = record.selection_merit if record.headline else 0.0
+        self.validation_examples = record.validation_examples
         self.collapsed, self.error = any(record.collapsed.values()), record.error
 
 
@@ -302,13 +305,12 @@ def render_sweep(state: SweepState) -> Group:
 
 
 def find_best_configuration(entries: Sequence[SweepEntry]) -> list[SweepEntry]:
-    """Return the finished runs, one for each seed, of the configuration with the best mean value for selection."""
+    """Return the finished runs, one for each seed, of the best configuration, by `selection_sort_key`."""
     entries_by_configuration: dict[str, list[SweepEntry]] = {}
     for entry in entries:
         if entry.value is not None and entry.status == "finished":
             entries_by_configuration.setdefault(entry.configuration, []).append(entry)
-    configurations = entries_by_configuration.values()
-    return max(configurations, key=lambda runs: fmean(run.selection_merit for run in runs), default=[])
+    return max(entries_by_configuration.values(), key=selection_sort_key, default=[])
 
 
 _RUNNING_TITLES = {"running": "running", "elsewhere": "running elsewhere"}

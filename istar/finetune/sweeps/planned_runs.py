@@ -20,6 +20,7 @@ from istar.finetune.sweeps.live_table import SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.records import results
 from istar.records.config import Config, SweepConfig, WandbConfig, schema
+from istar.records.identity import Inputs, label_inputs
 from istar.records.results import RunRecord
 from istar.records.run_rows import PlannedRun, Repetitions
 
@@ -86,9 +87,13 @@ class SweepRuns:
         self._name_options = cache(self._compose_options)  # by overrides without values; many runs share them
         self.leave_out_keys_without_effect = cache(self._leave_out_keys)  # grids and their runs both ask
         self._record_by_name: dict[str, RunRecord] = {}  # of the runs that were finished when they were added
+        self._label_by_inputs: dict[Inputs, tuple[str, str]] = {}  # task and model of the runs
 
     def add_grids(self) -> None:
-        """Add the runs of all grids. Print which keys some of them ignore, and how many combinations are equal runs."""
+        """Add the runs of all grids.
+
+        Print which keys of the command line some of them ignore, and how many combinations are equal runs.
+        """
         combinations: set[Overrides] = set()
         grid_by_overrides: dict[Overrides, str] = {}
         for grid, space in self.space_by_grid.items():
@@ -98,7 +103,13 @@ class SweepRuns:
         self.add_runs(list(grid_by_overrides))
         for trial in self.trial_by_name.values():
             self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
-        note = ", ".join(f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items())
+        parts = [f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items()]
+        arguments = self.request.arguments
+        given_keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+        for grid, space in self.space_by_grid.items():
+            kept = [space[key].input_line or "" for key in given_keys & space.keys()]
+            parts += [f"grid {grid} keeps {text}" for text in sorted(kept) if text not in arguments]
+        note = ", ".join(parts)
         if len(combinations) > len(self.state.entries):
             note = f"{len(combinations)} combinations are {len(self.state.entries)} runs{': ' if note else ''}{note}"
         if note:
@@ -127,7 +138,7 @@ class SweepRuns:
 
     def _compose_options(self, choices: Overrides) -> dict[str, str]:
         config = self.request.compose(choices)
-        return {group: schema.find_option(group, config[group]) for group in schema.OPTIONS_BY_GROUP}
+        return {group: schema.find_option(group, config) for group in schema.OPTIONS_BY_GROUP}
 
     @cached_property
     def _all_options(self) -> list[dict[str, str]]:
@@ -168,6 +179,7 @@ class SweepRuns:
         if name not in self.entry_by_name:
             self.entry_by_name[name] = live_table.make_entry(trial)
             self.state.entries.append(self.entry_by_name[name])
+            self._label_inputs(name)
         entry = self.entry_by_name[name]
         if record is not None:
             entry.apply_record(record)
@@ -175,6 +187,16 @@ class SweepRuns:
         if error_message is not None:
             entry.status, entry.error = "failed", error_message
         return trial
+
+    def _label_inputs(self, name: str) -> None:
+        """Label task and model of a new run. If no other run has its data and model, label all runs again."""
+        names = [name]
+        if (inputs := _get_inputs(self.trial_by_name[name])) not in self._label_by_inputs:
+            self._label_by_inputs = label_inputs([*self._label_by_inputs, inputs])
+            names = list(self.entry_by_name)
+        for name in names:
+            entry = self.entry_by_name[name]
+            entry.task, entry.model = self._label_by_inputs[_get_inputs(self.trial_by_name[name])]
 
     def run_name(self, overrides: Overrides) -> str:
         """Return the name of the run with these overrides, or the overrides if its data cannot be loaded."""
@@ -239,6 +261,11 @@ class SweepRuns:
     def read_record(self, entry: SweepEntry) -> RunRecord:
         """Return the record of an ended run, from memory if the run was finished when it was added."""
         return self._record_by_name.get(entry.name) or results.read_result(self.request.root / entry.name)
+
+
+def _get_inputs(trial: Trial) -> Inputs:
+    task, model = trial.config.task, trial.config.model
+    return Inputs(task.name, task.data_dir, model.name, model.revision)
 
 
 def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:

@@ -92,7 +92,8 @@ class Study:
         self._tried_runs: set[str] = set()
         self._tried_overrides: set[Overrides] = set()
         self._is_exhausted = False
-        self._num_new_trials_allowed = self.num_trials_left()
+        self._num_new_trials_allowed = self._max_trials
+        self._num_new_trials_allowed = self.num_trials_left()  # without those that have been started already
 
     def _check_folder(self) -> None:
         """Raise a `UserError` if the study belongs to another folder: its workers would seem dead from this one."""
@@ -114,11 +115,15 @@ class Study:
         self._lock_path(self._worker_id).unlink(missing_ok=True)
 
     def num_trials_left(self) -> int:
-        """Return the number of trials that no worker has started; 0 if all runs of the search space have been tried."""
+        """Return the number of new trials that this worker may start, if no other worker does.
+
+        Failed trials are replaced, but a worker starts no more trials than were missing when it was created. If all
+        runs of the search space have been tried, the number is 0.
+        """
         if self._is_exhausted:
             return 0
         started_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
-        return max(0, self._max_trials - len(started_trials))
+        return max(0, min(self._num_new_trials_allowed, self._max_trials - len(started_trials)))
 
     def ended_trials(self) -> list[tuple[int, Overrides]]:
         """Return number and overrides of each finished or pruned trial."""
@@ -132,8 +137,7 @@ class Study:
     def ask(self) -> tuple[int, Overrides] | None:
         """Start an abandoned trial or a new one, and return its number and overrides.
 
-        Returns None if enough trials have been started, or all runs of the search space have been tried. Failed trials
-        are replaced by new ones, but a worker starts no more new trials than were missing when it was created.
+        Returns None if no abandoned trial exists and `num_trials_left` is 0.
         """
         with self._ask_lock:
             for trial in self._get_trials(TrialState.RUNNING):
@@ -144,7 +148,7 @@ class Study:
                     abandoned_trial = load_trial(self._study, self._optuna_storage, trial.number)
                     if (suggestion := self._start_trial(abandoned_trial, trial.user_attrs.get(_OVERRIDES))) is not None:
                         return suggestion
-            if self._num_new_trials_allowed < 1 or self.num_trials_left() < 1:
+            if self.num_trials_left() < 1:
                 return None
             suggestion = self._ask_for_new_run()
             self._num_new_trials_allowed -= 1

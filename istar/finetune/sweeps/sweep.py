@@ -43,7 +43,8 @@ CHECK_INTERVAL_SECONDS = 1.0
 def run_sweep(request: SweepRequest, console: Console) -> int:
     """Execute the runs of a sweep that are not finished yet, compare all results, and return the exit code.
 
-    The exit code is 0 if all runs are finished, and 1 if any has failed or was stopped.
+    The exit code is 0 if all runs are finished, and 1 if any has failed or was stopped. In a dry run, it is 1 if any
+    run cannot be started.
 
     Raises:
         UserError: for overrides that do not compose or cannot be searched, before any run has started.
@@ -54,7 +55,7 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
     runs = list_runs(request, console)
     print_plan(runs)
     if settings.dry_run:
-        return 0
+        return 1 if runs.state.entries_with("failed") else 0
     # Several commands may share a search and its folder.
     with lock_folder(runs.folder):
         runs.output.check(() if runs.output.has_manifest else runs.output.list_names())
@@ -174,14 +175,29 @@ class SearchQueue(TrialQueue):
             )
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
-        """Report the outcome of a trial to Optuna and to the board; a stopped trial is released instead."""
-        trial_number = self._trial_number_by_run[trial.name]
+        """Report the outcome of a trial to Optuna and to the board.
+
+        A stopped trial is released instead. The trial of a killed process stays unfinished, so that a later call
+        resumes it; this call does not, because the process may be killed again.
+        """
+        trial_number = self._trial_number_by_run.pop(trial.name)
         if status == "stopped":
             self._study.release(trial_number)
-        else:
+        elif isinstance(outcome, RunRecord):
             self._study.tell(trial_number, outcome)
-        del self._trial_number_by_run[trial.name]
+        elif self._has_failed(trial, outcome):
+            self._study.tell(trial_number, outcome)
+            outcome = UserError(f"{outcome}; the same command tries other values")
         super().on_ended(trial, outcome, status)
+
+    def _has_failed(self, trial: Trial, error: UserError) -> bool:
+        """Return whether a run has failed by itself; a process that was killed leaves no record of a failure."""
+        folder = self.runs.request.root / trial.name
+        try:
+            return results.read_result(folder).status == "failed"
+        except UserError:
+            # A mistake that was found before the training has no record either.
+            return error.exit_code == UserError.exit_code and not (folder / results.CONFIG).exists()
 
 
 def run_search(runs: SweepRuns, live_board: Board) -> None:
@@ -258,7 +274,7 @@ def _make_launcher_overrides(trial: Trial) -> Overrides:
 
 
 def print_plan(runs: SweepRuns) -> None:
-    """Print the number of runs and their estimated duration; in a dry run also the overrides of each run."""
+    """Print the number of runs and their estimated duration; in a dry run also overrides and errors of each run."""
     settings, state = runs.request.settings, runs.state
     waiting_entries = state.entries_with("waiting")
     planned_configs = [runs.trial_by_name[entry.name].config for entry in waiting_entries]
@@ -288,7 +304,8 @@ def print_plan(runs: SweepRuns) -> None:
     runs.console.out("; ".join(message_parts), highlight=False)
     if settings.dry_run:
         for entry in state.entries:
-            runs.console.out(f"  {entry.status}: {' '.join(entry.overrides)}", highlight=False)
+            reason = f": {entry.error}" if entry.error else ""
+            runs.console.out(f"  {entry.status}: {' '.join(entry.overrides)}{reason}", highlight=False)
 
 
 def print_results(runs: SweepRuns) -> int:
@@ -313,11 +330,15 @@ def print_results(runs: SweepRuns) -> int:
     num_runs = len(runs.state.entries)
     failed_entries = runs.state.entries_with("failed")
     unfinished_entries = runs.state.entries_with("waiting", "stopped", "elsewhere")
-    if failed_entries:
-        console.out(f"{len(failed_entries)} of {num_runs} runs failed; the same command runs them again:")
-        for entry in failed_entries:
+    # In a search, each error says what the same command does.
+    advice = "" if runs.request.settings.search == "optuna" else "; the same command runs them again"
+    for is_started, finding in ((False, "could not be started"), (True, f"failed{advice}")):
+        entries = [entry for entry in failed_entries if (entry.started is not None) == is_started]
+        if entries:
+            console.out(f"{len(entries)} of {num_runs} runs {finding}:")
+        for entry in entries:
             console.out(f"  {' '.join(entry.overrides)}: {entry.error}", highlight=False)
-    elif unfinished_entries:
+    if unfinished_entries and not failed_entries:
         console.out(f"{len(unfinished_entries)} of {num_runs} runs are not done; run the same command to resume them")
     return 1 if failed_entries or unfinished_entries else 0
 
@@ -325,10 +346,10 @@ def print_results(runs: SweepRuns) -> int:
 def select_best_configurations(
     configurations_by_task: ConfigurationsByTask, grid_by_run: Mapping[str, str]
 ) -> ConfigurationsByTask:
-    """Return the best configuration of each task, model, penalty and grid, with the runs of all its seeds.
+    """Return the best configuration of each task, model, penalty and grid, by `selection_sort_key`.
 
-    The best configuration has the most seeds and, among several, the highest mean selection value. `grid_by_run` maps
-    the name of a run to its grid; a configuration belongs to the grid of any of its runs.
+    It has the runs of all its seeds. `grid_by_run` maps the name of a run to its grid; a configuration belongs to the
+    grid of any of its runs.
     """
     best_by_task = {}
     for task_and_model, configurations in configurations_by_task.items():
@@ -338,10 +359,7 @@ def select_best_configurations(
             grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
             candidates_by_key.setdefault((find_method(runs[0].config), grid), []).append(configuration)
         best_by_task[task_and_model] = [
-            max(
-                candidates,
-                key=lambda candidate: selection_sort_key([run.selection_merit for run in candidate.runs]),
-            )
+            max(candidates, key=lambda candidate: selection_sort_key(candidate.runs))
             for candidates in candidates_by_key.values()
         ]
     return best_by_task

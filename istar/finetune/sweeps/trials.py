@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 
 from istar.errors import UserError
 from istar.records.config import Config
@@ -43,8 +43,9 @@ def make_search_spaces(
 ) -> dict[str, SearchSpace]:
     """Return the search space of each grid: the keys common to all grids, the keys of the grid, and the command line.
 
-    The command line takes precedence over a grid. A key that only other grids have is ignored, because the config of
-    this grid may not have it.
+    The command line takes precedence over a grid, except that several values do not replace the single value of a
+    grid, which is fixed on purpose. A key that only other grids have is ignored, because the config of this grid may
+    not have it.
 
     Args:
         arguments: overrides of the command line; `sweep.` keys are ignored.
@@ -54,7 +55,8 @@ def make_search_spaces(
         config_loader: Hydra's loader, which lists the options of a config group; needed only for `glob(*)`.
 
     Raises:
-        UserError: if command line and grids choose the option of the same config group, or a `glob` matches no option.
+        UserError: if command line and grids choose the option of the same config group, a `glob` matches no option, or
+            a range or an interval has no values.
         HydraException: if an override cannot be parsed.
     """
     parser = OverridesParser.create(config_loader)
@@ -73,14 +75,27 @@ def make_search_spaces(
             continue
         override_texts = [f"{key}={_format_override_value(value)}" for key, value in {**params, **grid}.items()]
         space = {override.key_or_group: override for override in parser.parse_overrides(override_texts)}
-        space |= {key: override for key, override in command_line.items() if key not in grid_keys or key in grid}
+        for key, override in command_line.items():
+            is_fixed = key in grid and override.is_sweep_override() and not space[key].is_sweep_override()
+            if (key in grid and not is_fixed) or key not in grid_keys:
+                space[key] = override
         for override in space.values():
-            if override.is_choice_sweep() and not list(override.sweep_string_iterator()):
-                raise UserError(
-                    f"{override.input_line}: no option matches; glob(...) chooses options of a config group"
-                )
+            _check_has_values(override)
         space_by_grid[name] = space
     return space_by_grid
+
+
+def _check_has_values(override: Override) -> None:
+    sweep = override.value()
+    if isinstance(sweep, IntervalSweep):
+        has_values = (sweep.start or 0) <= (sweep.end or 0)
+    else:
+        has_values = not override.is_sweep_override() or any(True for _ in override.sweep_string_iterator())
+    if not has_values and override.is_choice_sweep():
+        raise UserError(f"{override.input_line}: no option matches; glob(...) chooses options of a config group")
+    if not has_values:
+        bounds = "expected bounds in order, such as range(1,4) or interval(1,4)"
+        raise UserError(f"{override.input_line} has no values; {bounds}")
 
 
 def _format_override_value(value: Any) -> str:

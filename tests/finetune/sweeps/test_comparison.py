@@ -67,7 +67,7 @@ def find_row(output: str, start: str) -> list[str]:
 
 
 def make_row(label: str, *records: RunRecord) -> list[str]:
-    return build_comparison_row(Configuration(label, list(records)))
+    return build_comparison_row(("rte", "bert-base-cased"), Configuration(label, list(records)))
 
 
 def test_row() -> None:
@@ -334,6 +334,19 @@ def test_models_with_different_layers_are_compared() -> None:
 def test_no_common_baseline_no_line(records: list[RunRecord]) -> None:
     metric_plot, _ = build_comparison_plots(group_by_task(records))
     assert metric_plot.panels[0].vertical_line is None
+
+
+def test_data_sets_of_one_task_are_told_apart() -> None:
+    records = [make_drawn_record(number) for number in (0, 1, 0, 1)]
+    for record, path in zip(records, ("easy.txt", "easy.txt", "hard.txt", "hard.txt"), strict=True):
+        record.config["task"] = {"name": "rte", "data_dir": path}
+    groups = group_by_task(records)
+    assert [len(group) for group in groups.values()] == [2, 2]
+    titles = ["rte (easy.txt)", "rte (hard.txt)"]
+    assert [task for task, _ in groups] == titles
+    rows = format_comparison_as_markdown(groups).splitlines()[2:]
+    assert [split_cells(row)[0].partition(",")[0] for row in rows] == [titles[0]] * 2 + [titles[1]] * 2
+    assert [panel.title.partition(" ·")[0] for panel in build_comparison_plots(groups)[1].panels] == titles
 
 
 def test_configurations_of_a_method_are_told_apart() -> None:

@@ -146,6 +146,17 @@ def test_the_best_configuration_has_the_best_mean_over_its_seeds(metric: str, di
     assert f"best so far:\n  rte · bert · I-STAR λ=-1 ζ=0.4: {score} (2 seeds), reg.lambda=1\n" in text
 
 
+def test_the_best_configuration_has_the_most_seeds_and_examples_as_in_the_report() -> None:
+    """Another configuration used to be repeated than the report shows, if one of its runs had failed."""
+    numbers = {"lucky": [(0.9, 50)], "part": [(0.8, 9), (0.8, 9)], "best": [(0.6, 50), (0.6, 50)]}
+    entries = [
+        make_entry(seed, status="finished", value=0.5, configuration=name, selection_merit=merit, validation_examples=n)
+        for name, runs in numbers.items()
+        for seed, (merit, n) in enumerate(runs, start=1)
+    ]
+    assert [entry.configuration for entry in live_table.find_best_configuration(entries)] == ["best"] * 2
+
+
 def test_runs_of_a_configuration_differ_in_the_seed_only(composed: Any) -> None:
     overrides = [("seed=1",), ("seed=2",), ("seed=1", "reg.lambda=2"), ("reg.lambda=0",), ("reg=none", "seed=2")]
     first, second, other, zero, none = (

@@ -103,6 +103,14 @@ def test_a_key_that_no_option_has_is_refused(make_runs: MakeRuns) -> None:
         assert "which is not selected" in schema.explain(error.value)
 
 
+@pytest.mark.parametrize("key", ["reg", "logger", "model", "trainer.max_epochs", "reg.name"])
+def test_a_deleted_key_is_refused(make_runs: MakeRuns, key: str) -> None:
+    with pytest.raises((UserError, HydraException, OmegaConfBaseException)) as error:
+        with_all_runs(make_runs(f"~{key}", "seed=1,2", *(text for text in SMALL if key not in text)))
+    message = str(error.value) if isinstance(error.value, UserError) else schema.explain(error.value)
+    assert message == f"{key} is missing; give it on the command line: {key}=<value>"
+
+
 def test_a_search_has_one_trial_for_the_combinations_that_are_the_same_run(make_runs: MakeRuns) -> None:
     sweep = make_runs("reg=none,istar", "reg.lambda=interval(-1,1)", "sweep.search=optuna", *SMALL)
     names = [sweep.run_name(("reg=none", f"reg.lambda={value}", *SMALL)) for value in (-0.5, 0.5)]
@@ -137,6 +145,26 @@ def test_repetitions_have_the_names_that_the_sweep_gives_them(make_runs: MakeRun
     assert not names & set(sweep.trial_by_name)
     for entry in list(sweep.state.entries):
         assert sweep.run_name(replace_seed(tuple(entry.overrides), 2)) in names
+
+
+def test_each_data_set_and_each_model_is_repeated(make_runs: MakeRuns, tmp_path: Path) -> None:
+    """Only the best of two corpora, or of two models whose folders have the same last name, used to be repeated."""
+    paths = [tmp_path / name for name in ("easy.txt", "hard.txt")]
+    for path in paths:
+        path.write_text("".join(f"{path.stem} {number}\n" for number in range(50)))
+    arguments = (f"task.data_dir={','.join(map(str, paths))}", "task=clm", "model=tiny_decoder")
+    sweep = with_all_runs(make_runs(*arguments, "reg=none,istar", "sweep.seeds=[1,2]", *SMALL))
+    fields = describe(sweep)
+    assert plan_test(TEST, ALPHA, None, POWER, fields["runs"], fields["repetitions"])["comparisons"] == 2
+    assert {(entry.task, entry.model) for entry in sweep.state.entries} == {
+        ("clm (easy.txt)", "tiny_decoder"), ("clm (hard.txt)", "tiny_decoder")
+    }  # fmt: skip
+    for entry in sweep.state.entries:
+        entry.status, entry.value = "finished", 20.0
+    repeated = sweep.list_repetitions_of_best()
+    assert len(repeated) == 2 * 2 * 2
+    for path in paths:
+        assert sum(f"task.data_dir={path}" in overrides for overrides in repeated) == 4
 
 
 def test_a_value_that_follows_the_seed(make_runs: MakeRuns) -> None:

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files import writing
-from istar.files.writing import lock_folder
+from istar.files.writing import lock_folder, write_text
+from istar.finetune.runs.launch import UNEXPECTED_ERROR
 from istar.finetune.sweeps import comparison, pool, sweep
 from istar.finetune.sweeps.live_table import Board, read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
@@ -294,6 +295,48 @@ def test_a_search_executes_each_run_of_a_small_space_once(make_runs: Callable[..
     assert len(executed) == len(set(executed)) == 4
     assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * 4
     assert sweep_runs.state.to_come == 0
+
+
+@pytest.mark.usefixtures("in_memory")
+def test_a_search_resumes_killed_runs_and_replaces_failed_ones(
+    make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs with the seeds 1, 2 and 4 are stopped by a signal, killed while they load, and killed in training.
+
+    The run with seed 3 records its failure. That with seed 5 has a mistake, which is found before the training.
+    """
+
+    class Ending(Run):
+        def read_record(self, signals: Any) -> RunRecord:
+            seed, folder = self.config.seed, Path(self.config.run.root) / self.name
+            error = StoppedError("stopped", signal.SIGTERM) if seed == 1 else UserError(f"seed {seed} broke")
+            if seed in (2, 3):
+                error.exit_code = UNEXPECTED_ERROR
+            if seed in (3, 4):
+                write_text(folder / results.CONFIG, "")
+            if seed == 3:
+                results.write_result(replace(make_finished_record(self.name, self.config), status="failed"), folder)
+            raise error
+
+    def search() -> list[int]:
+        Run.seeds = []
+        request = make_runs("seed=1,2,3,4,5", "sweep.trials=5", "sweep.search=optuna", *TINY).request
+        sweep.run_sweep(request, Console(width=1000))
+        return Run.seeds
+
+    monkeypatch.setattr(comparison, "build_comparison_plots", lambda records: [])
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "RunProcesses", Ending)
+        assert sorted(search()) == [1, 2, 3, 4, 5]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("]")[0] for line in lines if line.startswith("[")] == [f"[{end}/5" for end in range(1, 6)]
+    failures = lines[lines.index("5 of 5 runs failed:") + 1 :]
+    replaced = [line for line in failures if line.endswith("; the same command tries other values")]
+    assert {line.partition(" ")[0] for line in map(str.strip, replaced)} == {"seed=3", "seed=5"}
+    seeds = search()
+    assert (set(seeds[:3]), set(seeds[3:])) == ({1, 2, 4}, {3, 5})
+    assert "failed" not in capsys.readouterr().out
+    assert search() == []
 
 
 @pytest.mark.slow

@@ -99,12 +99,13 @@ def test_what_is_told_is_kept(tmp_path: Path) -> None:
     assert [trial.state.name for trial in stored_trials] == ["COMPLETE", "PRUNED", "FAIL"]
     assert stored_trials[0].value == 0.25
     # Failed trials do not count, but a call starts at most as many trials as were missing when it began.
-    assert study.num_trials_left() == 2
+    assert study.num_trials_left() == 1
     suggestion = study.ask()
     assert suggestion
     study.tell(suggestion[0], UserError("it broke"))
-    assert study.num_trials_left() == 2
+    assert study.num_trials_left() == 0
     assert study.ask() is None
+    assert open_study(tmp_path).num_trials_left() == 2
     assert [trial_number for trial_number, _ in study.ended_trials()] == [0, 1]
 
 

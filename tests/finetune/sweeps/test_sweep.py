@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -176,6 +177,36 @@ def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., Swee
     (tmp_path / "runs" / name / results.RESULT).unlink()
     # The record of a finished run is read only once.
     assert sweep_runs.read_record(sweep_runs.entry_by_name[name]).status == "finished"
+
+
+def test_a_damaged_result_names_the_folder_to_delete(
+    make_runs: Callable[..., SweepRuns], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`run.overwrite=true` would run the whole sweep again. Neither it nor missing data are mended by a new call."""
+    names = list(with_all_runs(make_runs("seed=1,2", *TINY)).trial_by_name)
+    folder = tmp_path / "runs" / names[0]
+    folder.mkdir(parents=True)
+    (folder / results.RESULT).write_text("{")
+    sweep_runs = with_all_runs(make_runs("seed=1,2", *TINY))
+    assert [entry.status for entry in sweep_runs.state.entries] == ["failed", "waiting"]
+    sweep_runs.console = Console(width=1000)
+    assert print_results(sweep_runs) == 1
+    headline, line = capsys.readouterr().out.splitlines()
+    assert headline == "1 of 2 runs could not be started:"
+    assert line.endswith(f"; delete {folder} to run it again")
+    shutil.rmtree(folder)
+    assert with_all_runs(make_runs("seed=1,2", *TINY)).state.entries_with("failed") == []
+
+
+def test_a_dry_run_gives_the_reasons_for_which_runs_cannot_be_started(
+    make_runs: Callable[..., SweepRuns], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("task=demo,rte", "model=tiny", f"task.data_dir={tmp_path / 'nowhere'}", "sweep.dry_run=true", *TINY)
+    assert run_sweep(make_runs(*arguments).request, Console(width=1000)) == 1
+    failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  failed: task=rte ")]
+    assert len(failures) == 1
+    assert "nowhere does not exist" in failures[0]
+    assert run_sweep(make_runs("seed=1,2", "sweep.dry_run=true", *TINY).request, Console(quiet=True)) == 0
 
 
 def test_a_smoke_run_stands_for_no_real_run(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:

@@ -73,6 +73,15 @@ def test_the_command_line_replaces_what_it_names_and_only_there() -> None:
     ]
 
 
+def test_several_values_on_the_command_line_do_not_replace_a_single_one_of_a_grid() -> None:
+    grids = {"cosreg": {"reg": "cosreg", "reg.lambda": 1}, "istar": {"reg": "istar", "reg.lambda": "-1,1"}}
+    assert expand(["reg.lambda=-5,-3"], {}, grids) == {
+        "cosreg": [("reg=cosreg", "reg.lambda=1")],
+        "istar": [("reg=istar", "reg.lambda=-5"), ("reg=istar", "reg.lambda=-3")],
+    }
+    assert expand(["reg.lambda=3"], {}, grids)["cosreg"] == [("reg=cosreg", "reg.lambda=3")]
+
+
 def test_what_the_grids_differ_by_cannot_be_replaced() -> None:
     with pytest.raises(UserError, match=r"reg is what the grids .* sweep.only=\[base,istar\]"):
         make_search_spaces(["reg=cosreg"], {}, {"base": {"reg": "none"}, "istar": {"reg": "istar"}}, [])
@@ -81,6 +90,26 @@ def test_what_the_grids_differ_by_cannot_be_replaced() -> None:
 def test_an_interval_is_no_grid() -> None:
     with pytest.raises(UserError, match=r"reg.lambda=interval\(-1,1\).*sweep.search=optuna"):
         expand(["reg.lambda=interval(-1,1)"])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=range(3,1)",
+        "reg.lambda=range(1.0,0.5)",
+        "reg.lambda=range(0.5,1,-0.1)",
+        "seed=shuffle(range(-3))",
+        "optim.lr=interval(1e-3,1e-4)",
+        "seed=int(interval(3,1))",
+    ],
+)
+def test_a_range_without_values_is_refused(override: str) -> None:
+    message = f"{override} has no values; expected bounds in order, such as range(1,4) or interval(1,4)"
+    for grids in ({}, {"base": {"reg": "none"}}):
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            make_search_spaces([override], {}, grids, [])
+    for filled in ("seed=range(1,2)", "seed=range(3,1,-1)", "optim.lr=interval(1e-4,1e-3)", "seed=int(interval(1,1))"):
+        make_search_spaces([filled], {}, {}, [])
 
 
 def test_equal_combinations_are_one() -> None:
