@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -13,6 +15,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, StoppedError, UserError, did_you_mean, explain_system_error
@@ -47,7 +50,7 @@ def run_train(arguments: Sequence[str], command: str) -> None:
         sys.argv = [command, *allow_options_without_key(move_overrides_to_end(arguments))]
         check_arguments(arguments, command)
         hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(compose_and_run)()
-    except (UserError, HydraException, OmegaConfBaseException, ValueError, KeyboardInterrupt) as error:
+    except (UserError, HydraException, OmegaConfBaseException, YAMLError, ValueError, KeyboardInterrupt) as error:
         if SHOW_TRACE:
             raise
         exit_with_error(error)
@@ -152,6 +155,23 @@ def run_launched_job(settings: Config, num_processes: int, trial: str | None) ->
         return error
 
 
+def find_mistake_in_files(error: Exception) -> str:
+    """Return a line about the file below `--config-dir` with an error of Hydra that names no file, or ""."""
+    arguments = [part for argument in sys.argv for part in argument.split("=", 1)]
+    folders = [Path(value) for option, value in pairwise(arguments) if option in ("--config-dir", "-cd")]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.yaml")):
+        content = path.read_bytes()
+        if isinstance(error, UnicodeDecodeError):
+            try:
+                content.decode()
+            except UnicodeDecodeError as mistake:
+                line = content.count(b"\n", 0, mistake.start) + 1
+                return f"{path}, line {line}: not UTF-8: {mistake.reason}"
+        elif "header format" in str(error) and content.partition(b"\n")[0].split() == [b"#", b"@package"]:
+            return f"{path} needs the first line `{schema.PACKAGE_LINE}`"
+    return ""
+
+
 def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
     """Print an error in one line and exit with the exit code of the error, which is 2 for mistakes in the config."""
     if isinstance(error, UserError):
@@ -160,9 +180,9 @@ def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
         message, code = "stopped by SIGINT", 130
     else:
         message, code = schema.explain(error), 2
-        # Hydra raises a plain ValueError for some mistakes on the command line, for example `task=null`.
-        if not isinstance(error, HydraException | OmegaConfBaseException):
-            message += " (HYDRA_FULL_ERROR=1 shows where)"
+        # Hydra raises a plain ValueError for some mistakes on the command line, for example `task=null`, and in files.
+        if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
+            message = find_mistake_in_files(error) or f"{message} (HYDRA_FULL_ERROR=1 shows where)"
     rank = launch.find_rank(os.environ)
     if rank == 0:
         print(f"error: {message}", file=sys.stderr)

@@ -69,6 +69,39 @@ def test_a_mistake_is_one_line(
     assert_refused_in_one_line(call(argument), *capsys.readouterr(), tmp_path, message)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("reg: [1, 2\n", "{file}, line 3: not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("reg:\n\tlambda: 0.5\n", "{file}, line 3: not YAML: found character '\\t' that cannot start any token"),
+        ("reg:\n  lambda: 1\n  lambda: 2\n", "{file}, line 4: not YAML: found duplicate key lambda"),
+        ("reg: \0\n", 'unacceptable character #x0000: special characters are not allowed in "{file}", position 25'),
+        ("# caf\udce9\n", "{file}, line 2: not UTF-8: invalid continuation byte"),
+        ("reg: cosreg\n", "to choose an option in a file, write `defaults: [override /reg: cosreg]`"),
+        ("trainer: 3\n", "trainer=3 is not a mapping of keys; to choose an option in a file"),
+    ],
+)
+def test_a_mistake_in_an_experiment_is_one_line(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    file = tmp_path / "own" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(f"# @package _global_\n{content}".encode(errors="surrogateescape"))
+    code = call("experiment=mine", "--config-dir", str(tmp_path / "own"))
+    assert_refused_in_one_line(code, *capsys.readouterr(), tmp_path, message.format(file=file))
+
+
+@pytest.mark.parametrize("header", ["", "# @package\n", "# mine\n# @package _global_\n"])
+def test_an_experiment_needs_a_package(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], header: str
+) -> None:
+    file = tmp_path / "own" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{header}reg:\n  lambda: 0.5\n")
+    code = call("experiment=mine", "--config-dir", str(tmp_path / "own"))
+    assert_refused_in_one_line(code, *capsys.readouterr(), tmp_path, "needs the first line `# @package _global_`")
+
+
 def test_a_mistake_is_one_line_in_a_new_interpreter(tmp_path: Path) -> None:
     result = run_train("reg.lamda=1", cwd=tmp_path)
     message = "did you mean reg.lambda?"

@@ -165,6 +165,7 @@ def test_paper_defaults(composed: Callable[..., Config]) -> None:
 
 
 def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]) -> None:
+    assert composed("trainer.deterministic=warn").trainer.deterministic == "warn"
     config = composed("trainer.benchmark=true", "trainer.max_time=00:12:00:00")
     assert config.trainer.lightning == {"benchmark": True, "max_time": "00:12:00:00"}
     values = to_dict(config)
@@ -435,6 +436,10 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["trainer.logger=false"], ["trainer.logger cannot be set", "logger=wandb"]),
     (["trainer.max_steps=0"], ["trainer.max_steps=0", "1"]),
     (["trainer.check_val_every_n_epoch=0"], ["trainer.check_val_every_n_epoch=0", "1"]),
+    (["trainer.deterministic=yes"], ["trainer.deterministic=yes", "true, false or warn"]),
+    (["trainer.max_time=1"], ["trainer.max_time=1 is not a duration", "days:hours:minutes:seconds"]),
+    (["trainer.max_time=00:12:00:00", "trainer.check_val_every_n_epoch=2"], ["without a validation", "leave out"]),
+    (["trainer.min_steps=9", "trainer.max_steps=7"], ["trainer.min_steps=9", "trainer.max_steps=7"]),
     (["trainer.limit_train_batches=-1"], ["trainer.limit_train_batches=-1", "above 0"]),
     (["trainer.limit_val_batches=0"], ["trainer.limit_val_batches=0", "above 0"]),
     (["trainer.limit_val_batches=1.5"], ["trainer.limit_val_batches=1.5", "(0, 1]"]),
@@ -472,6 +477,10 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["model=auto"], ["model.name is not set", "model.name=<value>"]),
     (["model=auto", "model.name=null"], ["model.name"]),
     (["~reg"], ["reg is missing"]),
+    (["~trainer.max_epochs"], ["trainer.max_epochs is missing", "trainer.max_epochs=<value>"]),
+    (["~optim.lr"], ["optim.lr is missing", "optim.lr=<value>"]),
+    (["~reg.name"], ["reg.name is missing"]),
+    (["~trainer.no_key"], ["trainer.no_key"]),
     # grammar and interpolation
     (["seed"], ["seed"]),
     (["optim.lr=${foo}"], ["optim.lr", "foo"]),

@@ -210,7 +210,15 @@ def _check_batch_size(job: Job) -> None:
 
 
 def _count_batches_per_epoch(job: Job) -> int:
+    """Return the number of training batches of an epoch, or raise a `UserError` if there are none."""
     num_examples = count_examples_per_process(len(job.data.train), job.trainer.world_size)
     num_batches = math.ceil(num_examples / job.config.data.batch_size)
     batch_limit = job.config.trainer.limit_train_batches
-    return min(batch_limit, num_batches) if type(batch_limit) is int else int(batch_limit * num_batches)
+    if type(batch_limit) is int:
+        return min(batch_limit, num_batches)
+    if int(batch_limit * num_batches) == 0 and not job.config.trainer.fast_dev_run:
+        raise UserError(
+            f"trainer.limit_train_batches={batch_limit:g} is less than one of the {num_batches} batches of an epoch; "
+            "expected a larger fraction, or a number of batches"
+        )
+    return int(batch_limit * num_batches)

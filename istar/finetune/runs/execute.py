@@ -4,6 +4,7 @@ Around the last two, the processes of a run form a group, and rank 0 locks the f
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from istar.finetune.runs.prepare import prepare
 from istar.finetune.runs.record import ISOTROPY_PICTURE, record_results, start_record
 from istar.finetune.runs.run_summary import build_run_table
 from istar.finetune.runs.train import add_advice, claim_folder, train
-from istar.finetune.training.loggers import attach_loggers
+from istar.finetune.training.loggers import attach_loggers, check_further_loggers
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.signals import preserve_signal_handlers
 from istar.finetune.training.trainer import suppress_lightning_messages
@@ -43,6 +44,7 @@ def execute(
     """
     if identity.config.run.push_to_hub is not None:
         check_login(identity.config.run.push_to_hub)
+    check_further_loggers(identity.config)
     job = assemble(prepare(identity), trial)
     with _process_group(job), lock_folder(job.folder) if job.trainer.is_global_zero else nullcontext():
         _check_same_run_on_all_ranks(job)
@@ -109,6 +111,12 @@ def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> R
             timing = train(job, checkpoint)
             return record_results(job, record, timing, start_time)
     except StoppedError:
+        raise
+    except SystemExit as error:
+        # Lightning exits after a Ctrl-C before `StopSignal` handles it, for example while a checkpoint is restored.
+        if isinstance(error.__context__, KeyboardInterrupt):
+            job.stop_signal.signal_number = signal.SIGINT
+            job.stop_signal.raise_if_signaled()
         raise
     except Exception as error:
         # When a signal stops all processes, some ranks fail in a collective before they handle their own signal.

@@ -266,7 +266,7 @@ def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool
         message, exit_code, stack_trace = "", 0, ""
     except UserError as error:
         message, exit_code, stack_trace = str(error), error.exit_code, mask_secrets(traceback.format_exc())
-    except Exception as error:
+    except BaseException as error:  # also the SystemExit of a library
         message, exit_code, stack_trace = (
             f"{type(error).__name__}: {shorten(error)}",
             UNEXPECTED_ERROR,

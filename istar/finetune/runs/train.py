@@ -83,10 +83,7 @@ def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
     job.trainer.fit(job.module, datamodule=job.data_module, ckpt_path=checkpoint, weights_only=True)
     fitted_at = time.perf_counter()
     if not job.history.epochs:
-        raise UserError(
-            "the training has ended before its first validation; lower trainer.check_val_every_n_epoch, or set it to "
-            "null to validate every trainer.val_check_interval batches"
-        )
+        raise UserError("the training has ended before its first step; raise trainer.max_time")
     if job.checkpoints is not None:
         weights = read_checkpoint(job.checkpoints.best_weights_path())["state_dict"]
         if is_sharded_module(job.module.model):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from istar.files.writing import write_text
 from istar.finetune.tasks import metrics, squad
+from istar.finetune.tasks.loading import ROW_COLUMN
 from istar.records.task_specs import Split, TaskSpec
 
 
@@ -20,9 +21,9 @@ class Evaluation:
     """The predictions of a model for a data set, and their metrics."""
 
     metrics: dict[str, float]  # the task's metrics; empty for data without labels
-    # One dict per example, in the order of the examples. `id` is the row number, or for spans the id in the data set;
-    # `prediction` and `label` (if known) are class names, numbers, or an answer text and the list of gold texts.
-    # Classification adds `scores`, the probability of each class.
+    # One dict per example, in the order of the examples. `id` is the row number in the source, or for spans the id in
+    # the data set; `prediction` and `label` (if known) are class names, numbers, or an answer text and the list of gold
+    # texts. Classification adds `scores`, the probability of each class.
     predictions: list[dict[str, Any]]
     collapsed: bool  # whether the labels vary but the predictions do not; False without labels
 
@@ -59,7 +60,8 @@ class Evaluator:
             ids, predicted_values = self.examples["id"][:], self._decode_spans(logits, rows_by_example)
         else:
             logit_vectors = self._stack_vectors(logits, rows_by_example)
-            ids = range(len(logit_vectors))
+            is_sample = ROW_COLUMN in self.examples.column_names
+            ids = self.examples[ROW_COLUMN][:] if is_sample else range(len(logit_vectors))
             if self.spec.kind == "regression":
                 predicted_values = logit_vectors[:, 0].tolist()
             else:

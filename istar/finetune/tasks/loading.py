@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from istar.finetune.tasks.formats import RawSplit
 from istar.finetune.tasks.sources import ExampleSource
 from istar.records.task_specs import Kind, TaskSpec
 
+ROW_COLUMN = "row"
+"""Column of a sample: the numbers of its rows in the split of the source, counted from 0."""
 _HASH_BATCH_ROWS = 10_000
 
 
@@ -80,8 +82,9 @@ def count_overlap(spec: TaskSpec, train: Dataset, validation: Dataset) -> int:
 def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     """Hold out a random fraction of training data; return the remaining and the held-out rows, in their original order.
 
-    The split does not depend on the seed of a run. For spans, whole contexts are held out, because several questions
-    share a context. Raises a `UserError` if there are fewer than two rows or contexts.
+    Both have the additional column `ROW_COLUMN`. The split does not depend on the seed of a run. For spans, whole
+    contexts are held out, because several questions share a context. Raises a `UserError` if there are fewer than two
+    rows or contexts.
     """
     # A unit is held out as a whole: a context for spans, otherwise a row.
     unit_by_row: list[Any] = train[spec.text_columns[1]][:] if spec.kind == "span" else list(range(len(train)))
@@ -92,27 +95,36 @@ def hold_out(spec: TaskSpec, train: Dataset, fraction: float) -> tuple[Dataset, 
     held_out_units = {units[index] for index in np.random.default_rng(0).permutation(len(units))[:num_held_out_units]}
     held_out_rows = [row for row, unit in enumerate(unit_by_row) if unit in held_out_units]
     remaining_rows = [row for row, unit in enumerate(unit_by_row) if unit not in held_out_units]
-    return train.select(remaining_rows), train.select(held_out_rows)
+    return _select_rows(train, remaining_rows), _select_rows(train, held_out_rows)
 
 
 def sample_examples(dataset: Dataset, max_examples: int | None) -> Dataset:
     """Return a random sample of at most `max_examples` rows in their original order; None returns all rows.
 
-    The sample does not depend on the seed of a run, and a larger sample contains the smaller ones. The first rows would
-    be a biased sample, because files may be sorted: SST by label, STS-B by genre.
+    A sample has the additional column `ROW_COLUMN`. It does not depend on the seed of a run, and a larger sample
+    contains the smaller ones. The first rows would be a biased sample, because files may be sorted: SST by label, STS-B
+    by genre.
     """
     if max_examples is None or max_examples >= len(dataset):
         return dataset
-    return dataset.select(np.sort(np.random.default_rng(0).permutation(len(dataset))[:max_examples]))
+    return _select_rows(dataset, np.sort(np.random.default_rng(0).permutation(len(dataset))[:max_examples]))
+
+
+def _select_rows(dataset: Dataset, rows: Iterable[int]) -> Dataset:
+    if ROW_COLUMN not in dataset.column_names:
+        dataset = dataset.add_column(ROW_COLUMN, np.arange(len(dataset)))
+    return dataset.select(rows)
 
 
 def fingerprint(*splits: Dataset) -> str:
     """Return the SHA-256 digest, in hexadecimal, of the column names and the content of data sets.
 
-    Unlike the fingerprint of `datasets`, it does not depend on where the data come from or how they are chunked.
+    Unlike the fingerprint of `datasets`, it does not depend on where the data come from or how they are chunked. The
+    column `ROW_COLUMN` is left out, because the same examples may be other rows elsewhere.
     """
     digest = hashlib.sha256()
     for split in splits:
+        split = split.select_columns([name for name in split.column_names if name != ROW_COLUMN])
         digest.update(json.dumps(split.column_names).encode())
         for table in split.with_format("arrow").iter(batch_size=_HASH_BATCH_ROWS):
             for batch in table.combine_chunks().to_batches():

@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from istar.files.writing import write_text
 from istar.finetune.training.history import MetricsFile
 from istar.inputs.hub import PROBE_TIMEOUT_SECONDS, request_status
 from istar.records.config import Config, TensorBoardConfig, WandbConfig
+from istar.records.config.groups import LIGHTNING_LOGGERS
 from istar.records.config.schema import to_dict
 from istar.records.metric_names import isotropy_key
 
@@ -66,6 +68,22 @@ def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config
             logger.finish(exit_code)
 
 
+def check_further_loggers(config: Config) -> None:
+    """Check the loggers of `logger.also` without creating them, because some write files or contact a server.
+
+    Raises:
+        UserError: if the library of a logger is not installed, or the logger has no such argument.
+    """
+    for name, arguments in config.logger.also.items():
+        module = LIGHTNING_LOGGERS[name]
+        if find_spec(module) is None:
+            raise UserError(f"logger.also.{name} needs {module}; pip install {module}")
+        try:
+            inspect.signature(getattr(loggers, name)).bind(**_add_folder(name, arguments, ""))
+        except TypeError as error:
+            raise _make_logger_error(name, error) from error
+
+
 def log_result(trainer: L.Trainer, result: Mapping[str, Any]) -> None:
     """Log a finished run's result, the content of its `result.json`, to the loggers of the trainer.
 
@@ -87,19 +105,25 @@ def _make_further_loggers(config: Config, folder: Path) -> Iterator[Logger]:
     """Yield the loggers of `logger.also`, which have the run's config.
 
     Raises:
-        UserError: if the library of a logger is not installed, or it refuses its arguments.
+        UserError: if a logger refuses its arguments.
     """
     for name, arguments in config.logger.also.items():
-        logger_class = getattr(loggers, name)
-        has_folder = "save_dir" in inspect.signature(logger_class).parameters
         try:
-            logger = logger_class(**({"save_dir": str(folder)} if has_folder else {}), **arguments)
+            logger = getattr(loggers, name)(**_add_folder(name, arguments, str(folder)))
             logger.log_hyperparams(to_dict(config))
         except Exception as error:  # the types depend on the library
-            raise UserError(
-                f"logger.also.{name}: {shorten(error)}; lightning.pytorch.loggers.{name} has the arguments"
-            ) from error
+            raise _make_logger_error(name, error) from error
         yield logger
+
+
+def _add_folder(name: str, arguments: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return the arguments of a logger, with the folder for its files unless they have one or it writes none."""
+    parameters = inspect.signature(getattr(loggers, name)).parameters
+    return {**{key: folder for key in ("save_dir", "root_dir") if key in parameters}, **arguments}
+
+
+def _make_logger_error(name: str, error: Exception) -> UserError:
+    return UserError(f"logger.also.{name}: {shorten(error)}; lightning.pytorch.loggers.{name} has the arguments")
 
 
 @rank_zero_only

@@ -22,20 +22,25 @@ from istar.records.metric_names import is_lower_better
 
 @dataclass(eq=False)
 class StopAfterLastStep(L.Callback):
-    """Stop the training after its last step, with a validation after it.
+    """Stop the training after its last step, and always validate after it.
 
     The last step is number `max_steps`, or the last one of the last epoch. With its own `max_steps`, Lightning omits
-    the validation, and resumes differently at the end of an epoch. With `check_val_every_n_epoch=null`, it validates
-    only every `val_check_interval` batches, so that the last batches, or all of them, would have no validation.
+    the validation, and resumes differently at the end of an epoch. It also omits the validation if the number of the
+    last batch is not a multiple of `val_check_interval`, or that of the last epoch of `check_val_every_n_epoch`.
     """
 
     max_steps: int | None
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
+        has_reached_max_steps = self.max_steps is not None and trainer.global_step >= self.max_steps
         is_last_epoch = trainer.max_epochs is not None and trainer.current_epoch + 1 >= trainer.max_epochs
-        is_last_batch = trainer.check_val_every_n_epoch is None and trainer.is_last_batch and is_last_epoch
-        if is_last_batch or (self.max_steps is not None and trainer.global_step >= self.max_steps):
+        if has_reached_max_steps:
             trainer.should_stop = True
+        if has_reached_max_steps or (trainer.is_last_batch and is_last_epoch):
+            # Whatever the settings, validate after this batch, which is the last one.
+            trainer.val_check_batch = 1
+            if trainer.check_val_every_n_epoch is not None:
+                trainer.check_val_every_n_epoch = 1
 
 
 def build_trainer(

@@ -468,8 +468,14 @@ class TrainerConfig:
             )
 
 
-LIGHTNING_LOGGERS = ("CometLogger", "CSVLogger", "LitLogger", "MLFlowLogger", "NeptuneLogger", "TensorBoardLogger")
-"""Classes of `lightning.pytorch.loggers` for `logger.also`."""
+LIGHTNING_LOGGERS = {
+    "CometLogger": "comet_ml",
+    "CSVLogger": "lightning",
+    "LitLogger": "litlogger",
+    "MLFlowLogger": "mlflow",
+    "TensorBoardLogger": "tensorboard",
+}
+"""Classes of `lightning.pytorch.loggers` for `logger.also`, with the module that each needs."""
 
 
 @dataclass
@@ -484,7 +490,7 @@ class LoggerConfig:
 
     def __post_init__(self) -> None:
         for name, arguments in self.also.items():
-            check_one_of("logger.also", name, LIGHTNING_LOGGERS)
+            check_one_of("logger.also", name, tuple(LIGHTNING_LOGGERS))
             if not isinstance(arguments, dict):
                 raise UserError(f"logger.also.{name}={arguments} is not a mapping of arguments, e.g. {{}}")
 

@@ -34,6 +34,8 @@ from istar.records.task_specs import TASKS
 
 T = TypeVar("T")
 
+PACKAGE_LINE = "# @package _global_"
+"""First line of a file of an experiment."""
 _LOGGERS: dict[str, Any] = {"csv": LoggerConfig, "tensorboard": TensorBoardConfig, "wandb": WandbConfig}
 OPTIONS_BY_GROUP: dict[str, dict[str, Any]] = {"reg": PENALTIES, "logger": _LOGGERS, "optim": OPTIMIZERS}
 """The dataclass of each option of the groups that have one for each option."""
@@ -85,23 +87,21 @@ def load(config: Mapping[str, Any]) -> Config:
     """
     values = _to_plain_data(config) if isinstance(config, DictConfig) else dict(config)
     values.pop("sweep", None)
-    for key in ("seed", *_GROUPS, *OPTIONS_BY_GROUP):
-        if key not in values:
-            raise UserError(f"{key} is missing; give it on the command line: {key}=<value>")
     selected_classes = {group: _select_class(group, options, values) for group, options in OPTIONS_BY_GROUP.items()}
     class_by_group = {**_GROUPS, **selected_classes}
     _check_known_keys("", values, ["seed", *class_by_group])
     config_by_group = {
-        name: _build_dataclass(name, config_class, values[name]) for name, config_class in class_by_group.items()
+        name: _build_dataclass(name, config_class, _get_group(values, name))
+        for name, config_class in class_by_group.items()
     }
-    return Config(seed=values["seed"], **config_by_group)
+    return Config(seed=_get_value(values, "seed"), **config_by_group)
 
 
 def load_sweep(config: DictConfig) -> SweepConfig:
     """Convert the `sweep` group of a composed config to its dataclass, which checks the values.
 
     Raises:
-        UserError: if a key is unknown or a value is not allowed.
+        UserError: if a key is missing or unknown, or a value is not allowed.
     """
     return _build_dataclass("sweep", SweepConfig, OmegaConf.to_container(config.sweep, resolve=True))  # type: ignore[arg-type]
 
@@ -136,7 +136,9 @@ def to_yaml(config: Config) -> str:
 
 
 def explain(error: Exception) -> str:
-    """Return a one-line message for an error of Hydra or OmegaConf, with the most similar name if a name is wrong."""
+    """Return a line for an error of Hydra, OmegaConf or YAML, with the most similar name if a name is wrong."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: not YAML: {error.problem}"
     if isinstance(error, MissingConfigException) and "hydra/launcher/submitit_" in str(error.missing_cfg_file):
         return "hydra/launcher=slurm and local_jobs need a package that is not installed: pip install 'istar[slurm]'"
     if isinstance(error, MissingConfigException) and error.options:
@@ -157,6 +159,8 @@ def explain(error: Exception) -> str:
     headline = " ".join(message.split("\n    full_key")[0].split())
     if key_match is None:
         return " ".join(str(error).split())
+    if "does not support deletion" in headline:
+        return _describe_missing_key(key_match[1])
     if "not in" in headline:
         return _explain_unknown_key(key_match[1])
     return f"{key_match[1]}: {headline}"
@@ -175,6 +179,10 @@ def _explain_unknown_key(key: str) -> str:
         group = key.partition(".")[0]
         return f"{key} belongs to {group}={' or '.join(owning_options)}, which is not selected"
     known_keys = _list_known_keys()
+    if key in (*known_keys, *_GROUPS, *OPTIONS_BY_GROUP):  # `~key` has deleted it
+        return _describe_missing_key(key)
+    if key in ("experiment", "debug"):
+        return f"{key}: there is no such key; a file of {key}/ needs the first line `{PACKAGE_LINE}`"
     keys_with_same_name = [name for name in known_keys if name.partition(".")[2] == key]
     hint = (
         f"; did you mean {keys_with_same_name[0]}?"
@@ -182,6 +190,10 @@ def _explain_unknown_key(key: str) -> str:
         else did_you_mean(key, [*known_keys, *_GROUPS, *OPTIONS_BY_GROUP])
     )
     return describe_unknown_key(key, hint)
+
+
+def _describe_missing_key(key: str) -> str:
+    return f"{key} is missing; give it on the command line: {key}=<value>"
 
 
 def _list_known_keys() -> list[str]:
@@ -246,13 +258,37 @@ def _to_plain_data(config: DictConfig) -> dict[str, Any]:
     return values  # type: ignore[return-value]
 
 
-def find_option(group: str, values: Mapping[str, Any]) -> str:
-    """Return the option of a group that has these values: their `name`, except for `torch`, whose name is a class."""
-    return "torch" if group == "optim" and "arguments" in values else str(values["name"])
+def find_option(group: str, config: Mapping[str, Any]) -> str:
+    """Return the option of a group in a config: its `name`, except for `torch`, whose name is a class.
+
+    Raises:
+        UserError: if the group or its name is missing, or the group is no mapping.
+    """
+    values = _get_group(config, group)
+    return "torch" if group == "optim" and "arguments" in values else str(_get_value(values, "name", f"{group}."))
+
+
+def _get_group(config: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    """Return the values of a group, or raise a `UserError` if the group is missing or, in a user's file, no mapping."""
+    values = _get_value(config, group)
+    if not isinstance(values, Mapping):
+        option = values if isinstance(values, str) else "..."
+        raise UserError(
+            f"{group}={values} is not a mapping of keys; to choose an option in a file, write `defaults: [override "
+            f"/{group}: {option}]`"
+        )
+    return values
+
+
+def _get_value(values: Mapping[str, Any], key: str, prefix: str = "") -> Any:
+    """Return the value of a key, or raise a `UserError` if the key is missing, for example deleted by `~key`."""
+    if key not in values:
+        raise UserError(_describe_missing_key(prefix + key))
+    return values[key]
 
 
 def _select_class(group: str, class_by_name: dict[str, Any], values: dict[str, Any]) -> Any:
-    name = find_option(group, values[group])
+    name = find_option(group, values)
     check_one_of(f"{group}.name", name, tuple(class_by_name))
     return class_by_name[name]
 
@@ -263,9 +299,9 @@ def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) ->
         raise UserError(_explain_unknown_key(prefix + unknown_keys[0]))
 
 
-def _build_dataclass(group: str, config_class: type[T], values: dict[str, Any]) -> T:
+def _build_dataclass(group: str, config_class: type[T], values: Mapping[str, Any]) -> T:
     field_name_by_key, further_field = _list_fields(config_class)  # type: ignore[arg-type]
-    arguments: dict[str, Any] = {name: values[key] for key, name in field_name_by_key.items()}
+    arguments: dict[str, Any] = {name: _get_value(values, key, f"{group}.") for key, name in field_name_by_key.items()}
     if further_field is None:
         _check_known_keys(f"{group}.", values, field_name_by_key)
     else:

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,9 @@ from istar.finetune.runs import launch
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner, FineTuningData
 from istar.finetune.training.refresh import ShrinkageCovariance
+from istar.finetune.training.signals import preserve_signal_handlers
 from istar.records import results
-from istar.records.config import TrainerConfig
+from istar.records.config import TrainerConfig, schema
 from tests.finetune.runs.artifacts import Build, place
 from tests.jobs import NOT_THE_TESTS, Done, Job, Start, starting
 from tests.outcomes import assert_same, only_run
@@ -363,6 +365,27 @@ def test_a_signal_where_nothing_is_to_be_saved(small, monkeypatch, owner, name, 
     finally:
         signal.signal(signal.SIGTERM, old_handler)
     assert error.value.exit_code == 143
+
+
+def test_ctrl_c_before_the_callbacks_hear_it(small, monkeypatch):
+    """Lightning turns it into an exit with code 1."""
+    monkeypatch.setattr(FineTuner, "configure_model", lambda module: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(StoppedError, match=r"^stopped by SIGINT: the last checkpoint is kept; run") as error:
+        run(small())
+    assert error.value.exit_code == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_exit_of_a_library_in_the_process_of_a_run_is_told(small, tmp_path, monkeypatch):
+    exit_codes: list[int] = []
+    monkeypatch.setattr("istar.finetune.runs.run.run", lambda *arguments: sys.exit("no licence"))
+    monkeypatch.setattr(launch, "_terminate_with_parent", lambda is_parent_alive: None)
+    monkeypatch.setattr(os, "_exit", exit_codes.append)
+    (tmp_path / "config.yaml").write_text(schema.to_yaml(small()))
+    with preserve_signal_handlers():
+        launch.execute_process([str(tmp_path / "config.yaml"), str(tmp_path)], lambda: True)
+    assert exit_codes == [1]
+    assert json.loads((tmp_path / "error-0.json").read_text())["message"] == "SystemExit: no licence"
 
 
 def lost_process_message(rank: int) -> str:

@@ -67,6 +67,7 @@ REFUSED = [
     (["model=auto", "model.name=/nowhere"], "there is no such folder"),
     (["reg.layers=[7]"], "layer 7 does not exist"),
     (["task.max_length=4"], "max_length=4 is too short"),
+    (["task.max_length=513"], "task.max_length=513: the model accepts at most 512 tokens"),
     (["trainer.precision=16-mixed", "trainer.accelerator=cpu"], "needs a CUDA device"),
     (["trainer.accelerator=foo"], "refuses its settings"),
     (["trainer.devices=0"], "refuses its settings"),
@@ -115,6 +116,18 @@ def test_a_validation_interval_longer_than_an_epoch(small: Build) -> None:
     assert folders_in(Path(config.run.root)) == []
 
 
-def test_a_training_without_a_validation(small: Build) -> None:
-    with pytest.raises(UserError, match=r"ended before its first validation; lower trainer\.check_val_every_n_epoch"):
-        run(small("reg=none", "trainer.check_val_every_n_epoch=5", "trainer.max_epochs=2"))
+def test_a_training_without_a_batch(small: Build) -> None:
+    config = small("trainer.limit_train_batches=0.01")
+    with pytest.raises(UserError, match=r"^trainer\.limit_train_batches=0\.01 is less than one of the 4 batches"):
+        run(config)
+    assert folders_in(Path(config.run.root)) == []
+
+
+def test_a_training_without_a_step(small: Build) -> None:
+    with pytest.raises(UserError, match=r"^the training has ended before its first step; raise trainer\.max_time$"):
+        run(small("reg=none", "trainer.max_time=00:00:00:00"))
+
+
+def test_a_training_without_a_validation_before_its_end(small: Build) -> None:
+    record = run(small("reg=none", "trainer.check_val_every_n_epoch=5", "trainer.max_epochs=2"))
+    assert [epoch["step"] for epoch in record.epochs] == [8]

@@ -2,13 +2,14 @@
 
 import csv
 import sys
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from istar.errors import UserError
 from istar.finetune.runs.run import run
-from tests.finetune.runs.artifacts import Build, place
+from tests.finetune.runs.artifacts import Build, folders_in, place
 
 
 def test_tensorboard_has_what_metrics_csv_has(small: Build) -> None:
@@ -55,9 +56,20 @@ def test_several_loggers_of_lightning_at_once(small: Build) -> None:
         ("logger.also.CsvLogger={}", r"logger\.also=CsvLogger is not known; did you mean CSVLogger"),
         ("logger.also.CSVLogger=x", r"logger\.also\.CSVLogger=x is not a mapping of arguments"),
         ("logger.also.CSVLogger.folder=x", r"logger\.also\.CSVLogger: .*folder.* has the arguments"),
-        ("logger.also.CometLogger={}", r"logger\.also\.CometLogger: .*comet"),
+        ("logger.also.CometLogger={}", r"logger\.also\.CometLogger needs comet_ml; pip install comet_ml"),
+        ("logger.also.NeptuneLogger={}", r"logger\.also=NeptuneLogger is not known"),
     ],
 )
 def test_a_logger_that_cannot_be_used_is_refused(small: Build, override: str, message: str) -> None:
+    config = small()
+    record = run(config)
     with pytest.raises(UserError, match=message):
-        run(small(override))
+        run(small(override, "run.overwrite=true"))
+    assert folders_in(Path(config.run.root)) == [record.name]
+
+
+def test_the_files_of_a_logger_of_lightning_may_be_elsewhere(small: Build, tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("CSVLogger", "TensorBoardLogger")}
+    run(small(*(f"logger.also.{name}.save_dir={folder}" for name, folder in folders.items())))
+    for folder in folders.values():
+        assert (folder / "lightning_logs" / "version_0" / "hparams.yaml").is_file()

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from istar.finetune.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.finetune.tasks.features import featurize
+from istar.finetune.tasks.loading import fingerprint, hold_out, sample_examples
 from istar.finetune.tasks.metrics import compute
 from istar.records.task_specs import TASKS
 
@@ -88,6 +89,16 @@ def test_classification():
     expected = torch.from_numpy(logits).double().softmax(dim=1).numpy()
     np.testing.assert_allclose([row["scores"] for row in evaluation.predictions], expected, rtol=1e-9)
     assert type(evaluation.predictions[0]["scores"][0]) is float
+
+
+def test_ids_are_rows_of_the_source_in_samples_too():
+    examples = pairs([0, 1] * 50)
+    sample = sample_examples(examples, 40)
+    remaining, held_out = hold_out(RTE, sample, 0.25)
+    for rows in (examples, sample, remaining, held_out):
+        evaluation = make_evaluator(RTE, rows)({row: np.zeros(2) for row in range(len(rows))})
+        assert [f"a{row['id']}" for row in evaluation.predictions] == rows["sentence1"][:]
+    assert fingerprint(sample) == fingerprint(examples.select(sample["row"][:]))
 
 
 def test_regression():

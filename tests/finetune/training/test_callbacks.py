@@ -251,3 +251,29 @@ def test_early_stopping_follows_the_direction_of_the_metric(tmp_path, metric, mo
     settings = TrainerConfig(early_stopping=2, accelerator="cpu")
     trainer = build_trainer(settings, metric, tmp_path, [], None)
     assert (trainer.early_stopping_callback.monitor, trainer.early_stopping_callback.mode) == (f"val/{metric}", mode)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"val_check_interval": 0.7}, [2, 4]),
+        ({"val_check_interval": 3}, [3, 4]),
+        ({"max_epochs": 2, "val_check_interval": 3}, [3, 7, 8]),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 2}, [8, 12]),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 4}, [12]),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 2, "max_steps": 3}, [3]),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 2, "max_steps": 8}, [8]),
+        ({"max_epochs": 2, "check_val_every_n_epoch": None, "val_check_interval": 3}, [3, 6, 8]),
+        ({"max_epochs": 2, "val_check_interval": 3, "lightning": {"min_epochs": 2}}, [3, 7, 8]),
+    ],
+)
+def test_a_validation_follows_the_last_step(setting, tmp_path, settings, steps):
+    """An epoch has four batches, which are steps."""
+    geometry = ValidationGeometry()
+    history = History("accuracy", geometry)
+    options = TrainerConfig(
+        accelerator="cpu", accumulate_grad_batches=1, limit_train_batches=4, **({"max_epochs": 1} | settings)
+    )
+    trainer = build_trainer(options, "accuracy", tmp_path, [geometry, history], None)
+    trainer.fit(setting.module(), datamodule=setting.data())
+    assert [entry["step"] for entry in history.epochs] == steps

@@ -263,6 +263,31 @@ def test_a_validation_follows_the_last_step(run_uninterrupted, interval, steps):
     assert [entry["step"] for entry in results.read_result(run_uninterrupted(*overrides)).epochs] == steps
 
 
+EVERY_SECOND_EPOCH = ("trainer.check_val_every_n_epoch=2", "trainer.max_epochs=3")
+
+
+@pytest.mark.parametrize(
+    ("interval", "owner", "name", "count"),
+    [
+        # After an epoch without a validation.
+        (EVERY_SECOND_EPOCH, FineTuner, "training_step", 6),
+        pytest.param(EVERY_SECOND_EPOCH, FineTuner, "training_step", 15, marks=pytest.mark.slow),
+        pytest.param(EVERY_SECOND_EPOCH, pretrained, "save", 1, marks=pytest.mark.slow),
+        *(
+            pytest.param((f"trainer.{interval}",), owner, name, count, marks=pytest.mark.slow)
+            for interval in ("check_val_every_n_epoch=4", "val_check_interval=0.7", "val_check_interval=4")
+            for owner, name, count in ((FineTuner, "training_step", 10), (pretrained, "save", 1))
+        ),
+        pytest.param(
+            ("trainer.check_val_every_n_epoch=2", "trainer.max_steps=2"), pretrained, "save", 1, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_last_validation_outside_of_the_interval(run_interrupted, run_uninterrupted, interval, owner, name, count):
+    overrides = (*interval, "trainer.early_stopping=null", "reg=none")
+    assert_same(run_interrupted(owner, name, count, *overrides), run_uninterrupted(*overrides))
+
+
 OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "trainer.measure_examples=6")
 
 
