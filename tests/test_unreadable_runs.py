@@ -175,7 +175,7 @@ def test_a_sweep_and_a_run_whose_result_cannot_be_read(root: Path, composed: Cal
     """`train.py` and the sweep, which shows the line as the error of the run."""
     config = composed("task=rte", f"run.root={root}")
     for folder in root.glob(f"bad {RESULT}*"):
-        with pytest.raises(UserError, match=r"run\.overwrite=true") as error:
+        with pytest.raises(UserError, match=r"delete .* to run it again") as error:
             read_finished_run(folder, config)
         assert "\n" not in str(error.value)
         assert str(folder / RESULT) in str(error.value)

@@ -370,10 +370,13 @@ def test_a_signal_where_nothing_is_to_be_saved(small, monkeypatch, owner, name, 
 def test_ctrl_c_before_the_callbacks_hear_it(small, monkeypatch):
     """Lightning turns it into an exit with code 1."""
     monkeypatch.setattr(FineTuner, "configure_model", lambda module: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(StoppedError, match=r"^stopped by SIGINT: the last checkpoint is kept; run") as error:
-        run(small())
-    assert error.value.exit_code == 130
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with preserve_signal_handlers():
+        # A shell may have started the tests in the background, where SIGINT is ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(StoppedError, match=r"^stopped by SIGINT: the last checkpoint is kept; run") as error:
+            run(small())
+        assert error.value.exit_code == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_exit_of_a_library_in_the_process_of_a_run_is_told(small, tmp_path, monkeypatch):
