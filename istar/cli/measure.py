@@ -92,10 +92,8 @@ def measure_models(
     from istar.geometry.show import compare_page
 
     texts = [source.path for source in sources]
-    earlier = {
-        model: compare_page.check_model_folder(folder, model.model_name, model.revision, texts)
-        for model, folder in folders.items()
-    }
+    for model, folder in folders.items():
+        compare_page.check_model_folder(folder, model.model_name, texts)
     stream.wait_for_all_processes()  # a process that still checks the folder would remove another one's files
     console = make_console(stderr=True) if rank == 0 else None
     hardware = options.dtype, options.device
@@ -103,9 +101,8 @@ def measure_models(
         if console is not None and len(folders) > 1:
             console.print(f"measuring {model.default_label}", soft_wrap=True)
         measurements = measure.measure_model(
-            model.model_name, sources, settings, folder, model.revision, *hardware, console, options.typed,
-            filter(None, [earlier[model]]),
-        )  # fmt: skip
+            model.model_name, sources, settings, folder, model.revision, *hardware, console, options.typed
+        )
         if rank == 0:
             yield model, measurements, compare_page.write_model(measurements, folder, model.label)
 

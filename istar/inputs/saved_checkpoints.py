@@ -173,7 +173,8 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
 
     They are folders of `save_pretrained`, including checkpoints of transformers' Trainer and kept models of a run of
     train.py, or `.ckpt` files of such a run. A pattern that matches a single folder means the models in it. For a run,
-    these are the models in `models/`, or else its final model.
+    these are the models in `models/`, or else its final model; for the output folder of a Trainer, its checkpoints,
+    even if the final model is there too.
 
     A checkpoint's step is recorded as `global_step` in a `.ckpt` file, `trainer_state.json` or `training_step.json`.
     For the final model of a run, it is the step of its best epoch. `steps`, keyed by label, path or last part of the
@@ -234,14 +235,17 @@ def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequenc
 
 
 def _find_models_in(folder: Path) -> list[Path]:
-    """Return the folders of a run's kept models, or of the models in a folder of models.
+    """Return the folders of a run's kept models, of a Trainer's checkpoints, or of the models in a folder of models.
 
-    Empty for a run that kept none, and for a folder that is a model itself.
+    Empty for a run that kept none, and for a model without checkpoints.
     """
     if kept_models := _find_model_subfolders(folder / KEPT_MODELS):
         return kept_models
-    is_model = any((path / "config.json").is_file() for path in (folder, folder / "model"))
-    return [] if is_model else _find_model_subfolders(folder)
+    models = [] if (folder / "model" / "config.json").is_file() else _find_model_subfolders(folder)
+    if not (folder / "config.json").is_file():
+        return models
+    # Other subfolders of a model can have a config.json too, such as the modules of sentence-transformers.
+    return [path for path in models if (path / _TRAINER_STATE_FILE).is_file()]
 
 
 def _find_model_subfolders(folder: Path) -> list[Path]:

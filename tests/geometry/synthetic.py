@@ -51,6 +51,7 @@ def make_measurements(
     defaults: dict[str, Any] = {
         "model": {"name": "model", "revision": None, "type": "gpt2", "dtype": "float32", "device": "cpu"},
         "weights": "0123",
+        "identity": "89ab",
         "settings": SETTINGS,
         "sources": {text: {tap: dict(measures) for tap, measures in layers.items()} for text in texts},
         "spectra": {text: {tap: {"raw": [3.0] * WIDTH, "centered": [2.0] * WIDTH} for tap in taps} for text in texts},

@@ -298,6 +298,8 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
         (GOOD, "revision,MR\nr1,3\nr1,4\n", [], "scores.csv, line 3: there is a second number for MR"),
         (GOOD + "r1,5\n", SCORES, [], "geometry.csv, line 5: there is a second number for isoscore"),
         (GOOD, "revision,MR,MR\nr1,3,4\n", [], "two columns are called 'MR'"),
+        (GOOD, ",revision,MR\n0,r1,3\n1,r2,4\n", [], "scores.csv: column 1 has no name; expected names for"),
+        ("revision,isoscore,\nr1,1,2\n", SCORES, [], "geometry.csv: column 3 has no name; expected names for all"),
         (GOOD, "name,MR\nr1,3\n", [], "scores.csv has no column revision or step"),
         (GOOD, "revision\nr1\n", [], "there is no column of numbers"),
         (GOOD, "", [], "scores.csv has no rows"),

@@ -4,6 +4,8 @@ import copy
 import io
 import json
 import math
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,14 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
-from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, interval_half_width, t_quantile
+from istar.geometry.collect.measures_file import (
+    JACKKNIFE_MEASURES,
+    Measurements,
+    OtherModelError,
+    interval_half_width,
+    t_quantile,
+)
+from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
 from istar.inputs.corpus import Source
 from istar.measures import Activation, MassiveActivationsSummary
@@ -122,6 +131,110 @@ def test_a_file_of_an_earlier_version_is_refused(measurements: Measurements, tmp
     write_measures(replace(measurements, format=1), tmp_path)
     with pytest.raises(UserError, match=r"has format 1; this version reads 2; delete the file and"):
         measures_file.read_measurement(tmp_path / measures_file.JSON_FILE)
+
+
+def change_values(path: Path, **values: Any) -> None:
+    """Change values in a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_tokenizer(model: Path) -> None:
+    """Take a word from the model's tokenizer, which then splits it into characters."""
+    path = model / "tokenizer.json"
+    path.write_text(path.read_text().replace('"garden"', '"gardens"'))
+
+
+def measure_quickly(model: Path, text: Path, out: Path, names: Sequence[str] = ("a",)) -> tuple[Measurements, bool]:
+    """Return measurements, also written to `out`, and whether an earlier call has taken them."""
+    console = Console(file=io.StringIO())
+    settings, sources = MeasureSettings(16, sample=0, intra=False), [Source(name, text) for name in names]
+    measured = measure.measure_model(str(model), sources, settings, out, console=console)
+    write_measures(measured, out)
+    return measured, "measured before" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_changed_configuration_or_tokenizer_is_measured_again(folder: Path, tmp_path: Path) -> None:
+    """All results are in the same folder; the weights stay the same."""
+    model, text = shutil.copytree(folder / "model", tmp_path / "model"), folder / "text.txt"
+    first, is_earlier = measure_quickly(model, text, tmp_path / "out")
+    assert not is_earlier
+    changes: list[dict[str, Any]] = [{"num_attention_heads": 1}, {"hidden_act": "relu"}, {"layer_norm_eps": 0.1}]
+    for values in changes:
+        change_values(model / "config.json", **values)
+        changed, is_earlier = measure_quickly(model, text, tmp_path / "out")
+        assert not is_earlier, values
+        assert changed.weights == first.weights
+        assert changed.sources["a"]["layer_1"]["isoscore"] != first.sources["a"]["layer_1"]["isoscore"]
+    change_tokenizer(model)
+    assert not measure_quickly(model, text, tmp_path / "out")[1]
+    change_values(model / "config.json", transformers_version="4.1", _name_or_path="elsewhere", dtype="float64")
+    assert measure_quickly(model, text, tmp_path / "out")[1]
+
+
+def test_the_state_of_a_pass_of_another_tokenizer_is_ignored(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = shutil.copytree(folder / "model", tmp_path / "model"), folder / "text.txt"
+    summarize_source = measure.summarize_source
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "summarize_source", interrupt)  # the first text has been read, and its state saved
+    with pytest.raises(KeyboardInterrupt):
+        measure_quickly(model, text, tmp_path / "out", ["a", "b"])
+    assert list((tmp_path / "out" / ".istar").glob("pass.0.*"))
+    monkeypatch.setattr(measure, "summarize_source", summarize_source)
+    change_tokenizer(model)
+    resumed, _ = measure_quickly(model, text, tmp_path / "out", ["a", "b"])
+    assert resumed.sources == measure_quickly(model, text, tmp_path / "other", ["a", "b"])[0].sources
+
+
+def test_a_pass_on_another_device_does_not_resume(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums about the origins of one device cannot be merged with those of another."""
+    identities: list[str] = []
+
+    class InterruptedStream(Stream):
+        def __init__(self, *arguments: Any) -> None:
+            identities.append(arguments[-1])
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "Stream", InterruptedStream)
+    for device in ("cpu", "meta", "cpu"):
+        monkeypatch.setattr(measure, "find_input_device", lambda _, name=device: torch.device(name))
+        with pytest.raises(KeyboardInterrupt):
+            measure_quickly(folder / "model", folder / "text.txt", tmp_path / "out")
+    assert identities[0] == identities[2] != identities[1]
+
+
+def test_buffers_of_the_checkpoint_are_weights() -> None:
+    model = copy.deepcopy(bert())
+    model.register_buffer("derived", torch.tensor(1), persistent=False)
+    model.register_buffer("scale", torch.tensor(1.0))
+    weights = measure.hash_weights(model, None)
+    model.derived.fill_(2)
+    assert measure.hash_weights(model, None) == weights
+    model.scale.fill_(2)
+    assert measure.hash_weights(model, None) != weights
+
+
+def test_measures_of_another_model_are_refused_before_the_pass(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model has another name, and other weights, another configuration or another tokenizer."""
+    text, out = folder / "text.txt", tmp_path / "out"
+    measure_quickly(folder / "model", text, out)
+    moved = shutil.copytree(folder / "model", tmp_path / "moved")
+    measured, is_earlier = measure_quickly(moved, text, out)
+    assert is_earlier
+    assert measured.model["name"] == str(moved)
+    other = shutil.copytree(moved, tmp_path / "other")
+    change_values(other / "config.json", hidden_act="relu")
+    monkeypatch.setattr(measure, "Stream", None)  # the pass
+    with pytest.raises(OtherModelError, match=r"out holds the measures of .*/moved, not of .*/other; expected another"):
+        measure_quickly(other, text, out)
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ def make_model(
     measurements = Measurements(
         model={"name": label, "revision": None},
         weights="",
+        identity="",
         settings={**SETTINGS, **settings},
         sources={"text": measures_by_tap},
         spectra={},

@@ -20,7 +20,7 @@ from istar.cli.main import main
 from istar.drawing import rendering
 from istar.errors import UserError
 from istar.files.writing import to_csv
-from istar.geometry.collect import measure, measures_file
+from istar.geometry.collect import measures_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measures_file import layer_frame
 from istar.geometry.collect.similarity import Similarity
@@ -238,16 +238,13 @@ def test_hostile_names(tmp_path: Path) -> None:
     assert "_hidden 中" in svg.decode()
 
 
-def test_a_folder_of_another_page_or_model_is_refused(
-    pages: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_another_page_or_model_is_refused(pages: dict[str, Path], tmp_path: Path) -> None:
     out = shutil.copytree(pages["model"], tmp_path / "out")
     (out / ".pass.0.0-1").write_bytes(b"state")
     (out / "thesis.tex").write_text("mine")
     compare_page.check_model_folder(out, "model")
     contents_before = contents(out)
-    other = make_measurements(model={**make_measurements().model, "name": "other"}, weights="4567")
-    monkeypatch.setattr(measure, "load_and_hash_weights", lambda *_: "4567")  # there is no such model
+    other = make_measurements(model={**make_measurements().model, "name": "other"}, identity="4567")
     with pytest.raises(UserError, match="holds the measures of model, not of other; expected another folder"):
         compare_page.write_model(other, out)
     (out / "figures" / "notes.txt").write_text("mine")

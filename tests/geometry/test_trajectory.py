@@ -192,6 +192,39 @@ def test_equal_weights_give_a_warning(
     )
 
 
+def test_equal_weights_with_another_configuration_are_measured(
+    tmp_path: Path, folder: Path, text: Path, measured_names: list[str]
+) -> None:
+    shutil.copytree(folder / "step2", folder / "step5")
+    saved_checkpoints.record_step(folder / "step5", 5)
+    config = json.loads((folder / "step5" / "config.json").read_text())
+    (folder / "step5" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4}))
+    assert measure_checkpoints(tmp_path, folder / "step[25]", text) == 0
+    assert measured_names == ["step2", "step5"]
+    values = {row["step"]: row["isoscore"] for row in read_rows(tmp_path / "out" / "trajectory.csv")
+              if row["layer"] == "layer_2"}  # fmt: skip
+    assert values["2"] != values["5"]
+
+
+def test_checkpoints_of_another_place_are_accepted_if_they_are_the_same(
+    tmp_path: Path, folder: Path, text: Path, measured_names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measure_checkpoints(tmp_path, folder / "step[12]", text) == 0
+    moved = folder.rename(tmp_path / "moved")
+    assert measure_checkpoints(tmp_path, moved / "step[12]", text) == 0
+    assert measured_names == ["step1", "step2"]
+    table = (tmp_path / "out" / "trajectory.csv").read_bytes()
+    other = save_checkpoint(tmp_path / "other" / "step1", 7, step=1)
+    capsys.readouterr()
+    assert measure_checkpoints(tmp_path, other.parent / "*", text) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: {tmp_path}/out/step1 holds the measures of {moved}/step1, not of {other}; expected another folder: "
+        "--out <folder>"
+    )
+    assert measured_names == ["step1", "step2"]
+    assert (tmp_path / "out" / "trajectory.csv").read_bytes() == table
+
+
 def test_a_failure_does_not_stop_the_other_checkpoints(
     tmp_path: Path, folder: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -389,6 +422,17 @@ def test_checkpoints_of_transformers_trainer(tmp_path: Path) -> None:
     ]
 
 
+def test_the_output_of_a_trainer_stands_for_its_checkpoints(tmp_path: Path) -> None:
+    """The final model, which `save_model` writes next to the checkpoints, is equal to one of them."""
+    output = write_model_folder(tmp_path / "sst2-bert")
+    write_model_folder(output / "1_Pooling")  # as sentence-transformers writes it; not a model
+    assert find_steps(output) == {"sst2-bert": None}
+    for folder, step in ((output, 1000), *((write_model_folder(output / f"checkpoint-{n}"), n) for n in (1000, 500))):
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    assert list(find_steps(output).items()) == [("checkpoint-500", 500), ("checkpoint-1000", 1000)]
+    assert saved_checkpoints.common_name(saved_checkpoints.find_checkpoints(str(output))) == "sst2-bert"
+
+
 def test_checkpoints_of_several_trainings_are_refused(tmp_path: Path) -> None:
     for name in ("sst2-bert", "rte-bert"):
         run = tmp_path / "runs" / name
@@ -464,7 +508,7 @@ def test_the_table_on_the_terminal_has_the_last_layer_before_a_final_norm(tmp_pa
     norms = {"embeddings": 1.0, "layer_1": 2.0, "final_norm": 3.0}
     measures_by_tap = {tap: {"tokens": 100.0, "isoscore": value / 10} for tap, value in norms.items()}
     partition = {"raw": {"partition_isotropy_both": 0.75}}
-    measured = Measurements({"name": "m"}, "", {}, {"wiki": measures_by_tap}, {}, {"output": partition}, None)
+    measured = Measurements({"name": "m"}, "", "", {}, {"wiki": measures_by_tap}, {}, {"output": partition}, None)
     checkpoints = [Checkpoint(f"step{step}", "m", step=step) for step in (1, 2)]
     plan = trajectory_file.TrajectoryPlan("m", [], MeasureSettings(length=16), tmp_path)
     table = terminal_tables.make_checkpoint_table(plan, checkpoints, trajectory_file.Trajectory({"step2": measured}))
@@ -480,7 +524,7 @@ def test_another_model_does_not_replace_a_trajectory(
     arguments = ["--checkpoints", str(folder / "step2"), "--text", str(text), "--length", "16", "--device", "cpu"]
     assert main(["measure", "large", *arguments, "--out", str(out)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: --out {out} holds the measures of tiny, not of large; expected another folder: --out <folder>"
+        f"error: {out} holds the measures of tiny, not of large; expected another folder: --out <folder>"
     )
     assert (out / "trajectory.csv").read_bytes() == table_before
     # The page of a single model and a trajectory do not replace each other either.

@@ -1,6 +1,7 @@
 """`istar measure`: measure a model's layers, embedding matrices and final normalization."""
 
 import hashlib
+import json
 import math
 import os
 import time
@@ -18,7 +19,7 @@ from istar.errors import NonFiniteError, UserError
 from istar.files.outputs import Output
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
-from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName
+from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName, read_earlier
 from istar.geometry.collect.memory import describe_memory
 from istar.geometry.collect.stream import Stream
 from istar.hidden_states.offloading import find_input_device, hold_weights, read_parameter
@@ -46,6 +47,8 @@ WEIGHT_DTYPES = {
 _MAX_DEFAULT_LENGTH = 512
 _INTEGER_COLUMNS = ("first", "last", "tokens")
 """Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` with whole numbers."""
+_NAMES_IN_CONFIG = ("_name_or_path", "transformers_version", "dtype")
+"""Keys of a model's configuration that say where its files are from, and how they are loaded."""
 
 
 def measure_model(
@@ -59,6 +62,7 @@ def measure_model(
     console: Console | None = None,
     command: str = "",
     earlier: Iterable[Measurements] = (),
+    folder: str | None = None,
 ) -> Measurements:
     """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
@@ -69,17 +73,19 @@ def measure_model(
     the GPU if there is one, else the CPU; or the arguments of `from_pretrained` that place each layer. A console
     shows a progress bar, and the memory of a large pass. `command` is recorded in the measures.
 
-    If one of the `earlier` measurements has the same weights, tokenizer, settings, dtype and texts, it is returned with
-    the new names instead, and the console says so.
+    If the measurements in `out`, or one of the `earlier` ones, are of the same model (see `identify_model`), settings,
+    dtype and texts, they are returned with the new names instead, and the console says so. `folder` is where the model
+    is loaded from, if that is not `name`.
 
-    Raises a `UserError` if the model or a text cannot be read, or an argument does not fit the model or the machine.
+    Raises a `UserError` if the model or a text cannot be read, or an argument does not fit the model or the machine,
+    and an `OtherModelError` if `out` contains the measures of another model.
     """
     # transformers takes seconds to import, and pages of measured models do without it.
     from istar.inputs.embedding_matrix import read_untied_output
     from istar.inputs.pretrained import load_tokenizer
 
     start = time.monotonic()
-    config = ModelConfig(name=name, revision=revision)
+    config = ModelConfig(name=folder or name, revision=revision)
     tokenizer = load_tokenizer(config)
     model = load_placed_encoder(config, tokenizer, dtype, device)
     input_device = find_input_device(model)
@@ -90,21 +96,22 @@ def measure_model(
     output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
     weights = hash_weights(model, output_matrix)
-    tokenizer_hash = hash_tokenizer(tokenizer)
+    identity = identify_model(weights, model, tokenizer)
+    in_folder = read_earlier(out, ModelName(name, revision), identity)
     text_hashes = {source.name: compute_identity(*source.identify(settings.limit))[:16] for source in sources}
     names = {"name": name, "revision": revision}
     all_settings = {**asdict(settings), "texts": {source.name: str(source.path) for source in sources}}
-    for other in earlier:
+    for other in filter(None, (in_folder, *earlier)):
         same_settings = other.settings | {"texts": None} == all_settings | {"texts": None}
-        same_inputs = (weights, text_hashes) == (other.weights, other.text_hashes)
-        same_model = (dtype, tokenizer_hash) == (other.model["dtype"], other.model.get("tokenizer"))
-        if same_settings and same_inputs and same_model:
+        same_inputs = (identity, dtype, text_hashes) == (other.identity, other.model["dtype"], other.text_hashes)
+        if same_settings and same_inputs:
             if console is not None:
                 console.print("measured before")
             return replace(other, model=other.model | names, settings=all_settings, command=command)
-    # The identity includes the paths and the contents of the texts.
-    identity = compute_identity(weights, settings, [source.path for source in sources], *text_hashes.values())
-    reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), identity)
+    # The state of a pass also depends on the texts, and on the device, where sums have other rounding errors.
+    paths = [source.path for source in sources]
+    state_identity = compute_identity(identity, input_device.type, settings, paths, *text_hashes.values())
+    reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), state_identity)
     text_config, devices = model.config.get_text_config(), reader.taps.devices
     line, size = describe_memory(
         settings, text_config, WEIGHT_DTYPES[dtype], devices, len(sources), reader.num_processes
@@ -135,9 +142,9 @@ def measure_model(
             "dtype": dtype,
             "type": model.config.model_type,
             "device": str(input_device),
-            "tokenizer": tokenizer_hash,
         },
         weights=weights,
+        identity=identity,
         settings=all_settings,
         matrices={side: measure_forms(matrix, spectra_by_side[side]) for side, matrix in matrix_by_side.items()},
         final_norm=None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias)),
@@ -153,27 +160,36 @@ def measure_model(
     return replace(measurements, seconds=time.monotonic() - start + reader.earlier_seconds)
 
 
-def hash_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a hash of what decides how a new tokenizer splits texts, as sixteen hexadecimal digits."""
+def identify_model(weights: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a hash of all that a model's measures over a text depend on, as sixteen hexadecimal digits.
+
+    That is `weights`, the result of `hash_weights`; the configuration, except for names and versions; and what decides
+    how a new tokenizer splits texts.
+    """
+    config = json.loads(
+        model.config.to_json_string(use_diff=False),
+        object_hook=lambda values: {key: value for key, value in values.items() if key not in _NAMES_IN_CONFIG},
+    )
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    return compute_identity(type(tokenizer).__name__, vocabulary, tokenizer.special_tokens_map)[:16]
+    tokenizer_parts = (type(tokenizer).__name__, vocabulary, tokenizer.special_tokens_map)
+    return compute_identity(weights, config, tokenizer_parts)[:16]
 
 
 def hash_weights(model: "PreTrainedModel", output_matrix: "Matrix | None") -> str:
-    """Return a hash of a model's parameters, except its pooler's, and of untied output embeddings.
+    """Return a hash of a model's parameters and saved buffers, except its pooler's, and of untied output embeddings.
 
     It has sixteen hexadecimal digits. Offloaded weights are read one by one.
     """
     digest = hashlib.blake2b(digest_size=8)
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = dict(model.state_dict())
     if output_matrix is not None:
-        parameters["output"] = output_matrix.values
-    for name, parameter in parameters.items():
+        tensors["output"] = output_matrix.values
+    for name, tensor in tensors.items():
         # No hidden state depends on the pooler, which is initialized randomly if the checkpoint lacks it.
         if "pooler" not in name:
-            parameter = read_parameter(model, name) if parameter.is_meta else parameter
+            tensor = read_parameter(model, name) if tensor.is_meta else tensor
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -322,13 +338,3 @@ def _resolve_length(settings: MeasureSettings, model: "PreTrainedModel") -> Meas
 def compute_identity(*parts: object) -> str:
     """Return a hash of the `repr` of the values that the result of a pass depends on."""
     return hashlib.blake2b("".join(map(repr, parts)).encode()).hexdigest()
-
-
-def load_and_hash_weights(model: ModelName, dtype: str) -> str:
-    """Load a model, or raise a `UserError`; return the hash of its weights, which depends on the dtype."""
-    from istar.inputs.embedding_matrix import read_untied_output
-    from istar.inputs.pretrained import load_encoder, load_tokenizer
-
-    config = ModelConfig(name=model.name, revision=model.revision)
-    encoder = load_encoder(config, load_tokenizer(config), WEIGHT_DTYPES[dtype])
-    return hash_weights(encoder, read_untied_output(config))

@@ -56,12 +56,22 @@ class ModelName(NamedTuple):
         return f"{self.name} at revision {self.revision}" if self.revision else self.name
 
 
+class OtherModelError(UserError):
+    """Raised for an output folder that contains the measures of another model."""
+
+    def __init__(self, out: Path, earlier: ModelName, new: ModelName) -> None:
+        super().__init__(
+            f"{out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
+        )
+
+
 @dataclass(frozen=True)
 class Measurements:
     """The contents of `measures.json`."""
 
     model: dict[str, Any]  # name and revision as given, dtype, model type and device
     weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
+    identity: str  # hash of the weights, the configuration and the tokenizer; see `measure.identify_model`
     settings: dict[str, Any]  # settings of the pass, and the paths of the texts
     # Measures by source and tap. With several sources, `combined` is all of them together.
     sources: BySourceAndTap[dict[str, float]]
@@ -181,14 +191,22 @@ def read_measurement(path: Path) -> Measurements:
     return Measurements(**contents)
 
 
-def make_other_model_error(out: Path, earlier: ModelName, new: ModelName) -> UserError:
-    """Return the error for an output folder that contains the measures of another model.
+def read_earlier(out: Path, model: ModelName, identity: str) -> Measurements | None:
+    """Return the measures of a model in an output folder, or None if it has none.
 
-    Two models are the same if their names and revisions are equal, or else if their weights are.
+    Two models are the same if their names (as absolute paths) and revisions are equal, or else if their identities
+    are.
+
+    Raises an `OtherModelError` for the measures of another model, and a `UserError` as `read_measurement` does.
     """
-    return UserError(
-        f"--out {out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
-    )
+    if not (out / JSON_FILE).exists():
+        return None
+    earlier = read_measurement(out / JSON_FILE)
+    earlier_model = ModelName(earlier.model["name"], earlier.model["revision"])
+    first, other = ((Path(name).absolute(), revision) for name, revision in (earlier_model, model))
+    if first != other and earlier.identity != identity:
+        raise OtherModelError(out, earlier_model, model)
+    return earlier
 
 
 def t_quantile(degrees: int) -> float:

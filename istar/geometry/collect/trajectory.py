@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -16,8 +15,7 @@ from istar.errors import UserError, shorten
 from istar.files.outputs import Output
 from istar.files.writing import unescape_cell
 from istar.geometry.collect import measure, measures_file
-from istar.geometry.collect.measure import load_and_hash_weights
-from istar.geometry.collect.measures_file import Measurements, ModelName, make_other_model_error
+from istar.geometry.collect.measures_file import Measurements, ModelName, OtherModelError
 from istar.geometry.collect.trajectory_file import TRAINING_KIND, Trajectory, TrajectoryPlan, make_csv
 from istar.inputs.archives import load_archive
 from istar.inputs.saved_checkpoints import Checkpoint
@@ -32,15 +30,19 @@ class PartialFailure(UserError):  # noqa: N818
 def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
     """Measure each checkpoint into a separate folder, and write `trajectory.csv` after each one.
 
-    A checkpoint that an earlier call has measured with the same texts, settings and weights is read from its folder. A
-    checkpoint with the same weights as an earlier one gets a copy of its measurements. Errors are recorded, and the
+    A checkpoint that an earlier call has measured with the same texts and settings is read from its folder. A
+    checkpoint that is the same model as an earlier one gets a copy of its measurements. Errors are recorded, and the
     next checkpoint is measured. The console shows progress, warnings and errors.
+
+    Raises an `OtherModelError` if a checkpoint's folder contains the measures of another model.
     """
     trajectory, output = Trajectory(), page_folder.page_output(plan.out, TRAINING_KIND)
     for position, checkpoint in enumerate(checkpoints, start=1):
         _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
         try:
             measured = _measure_checkpoint(checkpoint, plan, trajectory, console)
+        except OtherModelError:
+            raise
         # Running out of memory is a RuntimeError; the next checkpoint may be smaller.
         except (UserError, OSError, RuntimeError) as error:
             trajectory.failures[checkpoint.label] = shorten(error)
@@ -56,24 +58,17 @@ def _print_line(console: Console, line: str) -> None:
 
 
 def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Refuse an output folder with another page or another model, before anything is measured.
+    """Refuse an output folder with another page or the table of another model, before anything is measured.
 
     Measurements of further checkpoints of the same model are kept, so that they need not be measured again.
 
-    Raises a `UserError` if the folder contains another model, and as `istar.drawing.page_folder.check` does.
+    Raises an `OtherModelError` for the table of another model, and a `UserError` if the table cannot be read, or as
+    `istar.drawing.page_folder.check` does.
     """
     inputs: list[str | Path] = [*(checkpoint.name for checkpoint in checkpoints), *(text.path for text in plan.texts)]
     page_folder.check(plan.out, TRAINING_KIND, inputs)
     for checkpoint in checkpoints:
         _checkpoint_output(plan, checkpoint).check((measures_file.JSON_FILE, measures_file.CSV_FILE), inputs)
-    _refuse_other_checkpoints(plan, checkpoints)
-
-
-def _refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise a `UserError` if `plan.out` contains the table of another model, or measures of another checkpoint.
-
-    Another checkpoint has the same label as one of these, but comes from another place and has other weights.
-    """
     path = plan.out / measures_file.TRAJECTORY_FILE
     if path.is_file():
         try:
@@ -82,31 +77,7 @@ def _refuse_other_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkp
             raise UserError(f"{path} is no trajectory: {shorten(error)}; name a new folder with --out") from error
         for model in models:
             if model != plan.model:
-                raise make_other_model_error(plan.out, ModelName(model), ModelName(plan.model))
-    for checkpoint in checkpoints:
-        try:
-            earlier = measures_file.read_measurement(plan.out / checkpoint.folder / measures_file.JSON_FILE)
-        except UserError:  # missing or damaged
-            continue
-        earlier_name = _make_model_name(earlier.model["name"], earlier.model["revision"])
-        name = _make_model_name(checkpoint.name, checkpoint.revision)
-        if name != earlier_name and not _has_same_weights(checkpoint, plan, earlier):
-            raise make_other_model_error(plan.out, earlier_name, name)
-
-
-def _make_model_name(name: str, revision: str | None) -> ModelName:
-    """Return the name of a model for comparisons; without a revision, it becomes an absolute path."""
-    return ModelName(str(Path(name).absolute()) if revision is None else name, revision)
-
-
-def _has_same_weights(checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Measurements) -> bool:
-    """Return whether a checkpoint has the weights of earlier measurements; True if it cannot be loaded."""
-    try:
-        with _prepare_model(checkpoint, _checkpoint_output(plan, checkpoint)) as name:
-            weights = load_and_hash_weights(ModelName(name, checkpoint.revision), earlier.model["dtype"])
-    except (UserError, OSError, RuntimeError):  # the error is reported when the checkpoint is measured
-        return True
-    return weights == earlier.weights
+                raise OtherModelError(plan.out, ModelName(model), ModelName(plan.model))
 
 
 def _measure_checkpoint(
@@ -114,22 +85,17 @@ def _measure_checkpoint(
 ) -> Measurements:
     """Return a checkpoint's measurements, written to its folder, with a warning if an earlier one has the same weights.
 
-    Measurements that the folder already has, or that a checkpoint with the same weights has, are not taken again.
+    Measurements that the folder already has, or that are of the same model, are not taken again.
     """
     output = _checkpoint_output(plan, checkpoint)
-    try:
-        in_folder = [measures_file.read_measurement(output.folder / measures_file.JSON_FILE)]
-    except UserError:  # missing or damaged
-        in_folder = []
-    with _prepare_model(checkpoint, output) as name:
+    with _prepare_model(checkpoint, output) as folder:
         measured = measure.measure_model(
-            name, plan.texts, plan.settings, output.folder, checkpoint.revision, plan.dtype, plan.device,
-            make_console(stderr=True), plan.command, [*in_folder, *earlier.measurements.values()],
+            checkpoint.name, plan.texts, plan.settings, output.folder, checkpoint.revision, plan.dtype, plan.device,
+            make_console(stderr=True), plan.command, earlier.measurements.values(), folder,
         )  # fmt: skip
     same_weights = (label for label, other in earlier.measurements.items() if other.weights == measured.weights)
     if label := next(same_weights, ""):
         _print_line(console, f"warning: {checkpoint.label} has the same weights as {label}")
-    measured = replace(measured, model={**measured.model, "name": checkpoint.name, "revision": checkpoint.revision})
     output.write({name: text.encode() for name, text in measures_file.file_contents(measured).items()})
     return measured
 

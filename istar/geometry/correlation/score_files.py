@@ -162,7 +162,8 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
     The index says where each row is, for error messages. A model is named by the last part of its name: a folder and a
     hub id are the same model. A step is a number or, without one, the n of a revision `step<n>`; NaN if it is unknown.
 
-    Raises a `UserError` if the file cannot be read, is not a table, or lacks both columns `revision` and `step`.
+    Raises a `UserError` if the file cannot be read, is not a table, has a column without a name, or lacks both columns
+    `revision` and `step`.
     """
     records = iterate_csv(path)
     header = [name.strip() for name in next(records, (0, []))[1]]
@@ -172,6 +173,11 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
     for location, row in rows.items():
         if len(row) != len(header):
             raise UserError(f"{location}: the row has {len(row)} cells; expected {len(header)}, as the header")
+    if "" in header:
+        raise UserError(
+            f"{path}: column {header.index('') + 1} has no name; expected names for all columns; if it is the index of "
+            "pandas, write the file with index=False"
+        )
     if repeated := {name for name in header if header.count(name) > 1}:
         raise UserError(f"{path}: two columns are called {min(repeated)!r}; expected distinct names")
     table = pd.DataFrame.from_dict(rows, orient="index", columns=header)

@@ -20,7 +20,7 @@ from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory_file
-from istar.geometry.collect.measures_file import Measurements, ModelName, make_other_model_error, t_quantile
+from istar.geometry.collect.measures_file import Measurements, ModelName, t_quantile
 from istar.geometry.collect.trajectory_file import TRAINING_KIND, Trajectory, TrajectoryPlan
 from istar.geometry.show import (
     axis_figures,
@@ -85,34 +85,12 @@ class PageContent:
         return evenly_spaced(self.models) if self.axis.ordered else self.models
 
 
-def check_model_folder(
-    out: Path, name: str, revision: str | None = None, texts: Sequence[Path] = ()
-) -> Measurements | None:
-    """Return the measures in an output folder, if there are any, before the model is measured.
+def check_model_folder(out: Path, name: str, texts: Sequence[Path] = ()) -> None:
+    """Refuse an output folder with another page, before a model is measured.
 
-    Raises a `UserError` if `write_model` would refuse the folder.
+    Raises a `UserError` as `istar.drawing.page_folder.check` does.
     """
     page_folder.check(out, MODEL_KIND, (name, *texts))
-    return _read_earlier(out, ModelName(name, revision))
-
-
-def _read_earlier(out: Path, model: ModelName, weights: str = "") -> Measurements | None:
-    """Return the measures in a folder, or None if it has none.
-
-    Raises a `UserError` for the measures of another model. Computes the hash of the weights if needed.
-    """
-    if not (out / measures_file.JSON_FILE).exists():
-        return None
-    earlier = measures_file.read_measurement(out / measures_file.JSON_FILE)
-    earlier_model = ModelName(earlier.model["name"], earlier.model["revision"])
-    if earlier_model == model or earlier.weights == weights:
-        return earlier
-    # Loads torch and transformers, which takes seconds, and pages of measured models do without them.
-    from istar.geometry.collect.measure import load_and_hash_weights
-
-    if load_and_hash_weights(model, earlier.model["dtype"]) != earlier.weights:
-        raise make_other_model_error(out, earlier_model, model)
-    return earlier
 
 
 def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
@@ -122,7 +100,7 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     another model, and as `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
-    _read_earlier(out, ModelName(name, revision), measured.weights)
+    measures_file.read_earlier(out, ModelName(name, revision), measured.identity)
     label = label or shorten_model_name(name)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents[CARD_FILE] = make_geometry_card(label, measured).encode()
