@@ -40,6 +40,8 @@ def run(options: argparse.Namespace) -> None:
     from istar.geometry.show import compare, compare_page, model_tables, terminal_tables
     from istar.inputs import saved_checkpoints
 
+    if options.cka_documents in (1, 2, 3):
+        raise UserError(f"--cka-documents {options.cka_documents} is too small; expected 4 or more, or 0 for no CKA")
     options.device = shared_options.find_placement(options)
     model_arguments = saved_checkpoints.parse_models(options.models)
     if len(model_arguments) < 2:
@@ -51,14 +53,18 @@ def run(options: argparse.Namespace) -> None:
     inputs: list[str | Path] = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
     page_folder.check(options.out, compare_page.COMPARISON_KIND, inputs)
     measured_models = _measure_models(model_arguments, sources, options)
-    similarities = _compute_similarities(measured_models, sources, options)
+    similarities, warnings = [], compare.describe_other_settings(measured_models)
+    try:
+        similarities = _compute_similarities(measured_models, sources, options)
+    except UserError as error:  # measuring the models may have taken hours
+        warnings.append(f"the page has no similarity of layers: {error}")
     page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
     if options.json:
         shared_options.print_json({"models": model_tables.build_model_sheet(measured_models).frame})
     else:
         make_console().print(terminal_tables.make_comparison_table(measured_models))
     files = f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE}"
-    _print_lines(options, compare.describe_other_settings(measured_models), files)
+    _print_lines(options, warnings, files)
 
 
 def _parse_texts(texts: Sequence[str]) -> list["Source"]:

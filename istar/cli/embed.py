@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure the embedding matrices of all models, print the first two tables, and write a page about them."""
     from istar.drawing import page_folder, page_tables
     from istar.embeddings import embed_models, embed_page, token_frequencies
+    from istar.files.outputs import Output
     from istar.inputs import corpus, saved_checkpoints
 
     for form in options.forms:
@@ -52,6 +53,10 @@ def run(options: argparse.Namespace) -> None:
     sources = corpus.parse_sources(options.text)
     inputs = [model.config.name for model in models] + [*options.wordsim, *(source.path for source in sources)]
     page_folder.check(options.out, embed_page.EMBEDDINGS_KIND, inputs)
+    # What is saved is no part of the page, so that a page without --save does not remove it.
+    saved_output = Output(options.out, "result of --save")
+    if options.save:
+        saved_output.check((*embed_models.MATRIX_FILES, embed_models.MODEL_FOLDER), inputs)
     benchmarks = embed_models.read_benchmarks(list(map(Path, options.wordsim)))
     console, measured_models = make_console(stderr=options.json), []
     with make_progress(make_console(stderr=True)) as progress:
@@ -63,19 +68,20 @@ def run(options: argparse.Namespace) -> None:
             )
     words = token_frequencies.count_words(sources)
     sheets = embed_page.make_tables(measured_models, words)
-    contents, drafts = embed_page.make_contents(measured_models, sheets, words, options.out, options.typed), {}
+    contents = embed_page.make_contents(measured_models, sheets, words, options.out, options.typed)
     if options.save:
         form = options.form or "raw"
         matrix, processed = embed_models.process_matrix(models[0], options.matrix, form, options.components)
         if options.save == "matrix":
             settings_of_form = {"form": form, "components": options.components}
-            contents |= embed_models.make_matrix_files(models[0], matrix, processed, settings_of_form)
+            files = embed_models.make_matrix_files(models[0], matrix, processed, settings_of_form)
+            saved_output.write(files, is_complete=True)
         else:
-            output = page_folder.page_output(options.out, embed_page.EMBEDDINGS_KIND)
-            drafts = {embed_models.MODEL_FOLDER: embed_models.save_model(models[0], matrix, processed, output)}
+            draft = embed_models.save_model(models[0], matrix, processed, saved_output)
+            saved_output.write({}, {embed_models.MODEL_FOLDER: draft}, is_complete=True)
         if matrix.tied:
             console.out("the output embeddings are tied to the input embeddings: processing one processes both")
-    page_path = page_folder.write(options.out, contents, embed_page.EMBEDDINGS_KIND, drafts)
+    page_path = page_folder.write(options.out, contents, embed_page.EMBEDDINGS_KIND)
     shown_sheets = {name: sheets[name] for name in ("table1", "table2") if name in sheets}
     if options.json:
         shared_options.print_json({name: sheet.frame for name, sheet in shown_sheets.items()})

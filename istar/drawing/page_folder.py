@@ -142,15 +142,15 @@ def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
     page_output(out, kind).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
 
 
-def write(out: Path, contents: Mapping[str, bytes], kind: PageKind, drafts: Mapping[str, Path] | None = None) -> Path:
+def write(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> Path:
     """Write the files of a page in place of an earlier page of this kind, and return the path of `index.html`.
 
-    `contents` is by path in `out`; `drafts` are folders by name, see `istar.files.outputs.Output.make_draft`.
+    `contents` is by path in `out`.
 
     Raises:
         UserError: if a foreign or edited file would be replaced, or the folder cannot be written.
     """
     # The page itself is last, so that it never shows more than its files contain.
     files = dict(sorted(contents.items(), key=lambda item: item[0] == INDEX))
-    page_output(out, kind).write(files, drafts or {}, is_complete=True)
+    page_output(out, kind).write(files, is_complete=True)
     return out / INDEX

@@ -236,7 +236,8 @@ def _describe_line(line: Line, plot: Plot) -> str:
     if plot.kind == "scatter":
         return f"{line.label}, {len(finite_points)} points"
     if plot.kind == "heatmap":
-        return f"{line.label} from {min(line.y):.2f} to {max(line.y):.2f}"
+        values = [y for _, y in finite_points]
+        return f"{line.label} from {min(values):.2f} to {max(values):.2f}"
     point_texts = [(plot.x_names.get(x, f"{x:.4g}").replace("\n", " "), f"{y:.4g}") for x, y in finite_points]
     if plot.kind == "ranks":
         return f"{line.label} {finite_points[0][0]:.2f}"

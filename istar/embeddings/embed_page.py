@@ -12,14 +12,14 @@ from istar.drawing.page_folder import Page, PageKind, Section, read_page_texts
 from istar.drawing.page_tables import Sheet
 from istar.drawing.pictures import render_pictures
 from istar.embeddings import embed_figures, embed_tables
-from istar.embeddings.embed_models import MATRIX_FILES, MODEL_FOLDER, ModelEmbeddings
+from istar.embeddings.embed_models import ModelEmbeddings
 from istar.files.writing import to_csv
 
 JSON = "embeddings.json"
 EMBEDDINGS_KIND = PageKind(
     "page of embedding matrices",
     "istar embed",
-    (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv", *MATRIX_FILES, MODEL_FOLDER),
+    (JSON, "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv"),
 )
 _ANISOTROPIC, _ISOTROPIC = 0.5, 0.9
 """A raw matrix is flagged if I(W) is at most the first value. If it is at least the second after centering, only the

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.inputs.corpus import Source
-from istar.inputs.tokenizing import tokenize
+from istar.inputs.tokenizing import tokenize_parts
 from istar.measures.numerics import unit_vectors, upcast_blocks
 
 TEXT_SHARES = (0.3, 0.5, 0.98)
@@ -31,8 +31,8 @@ def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, ro
     """
     counts = np.zeros(rows, dtype=np.int64)
     for source in texts:
-        for ids in tokenize(source.read_documents(), tokenizer):
-            counts += np.bincount(np.asarray(ids, dtype=np.int64), minlength=rows)
+        for part in tokenize_parts(source.read_documents(), tokenizer):
+            counts += np.bincount(np.asarray(part.token_ids, dtype=np.int64), minlength=rows)
     if not counts.any():
         raise UserError("--text: no file holds any text; expected at least one line that is not empty")
     return counts
@@ -57,7 +57,7 @@ def count_words(texts: Iterable[Source]) -> pd.DataFrame:
     counter: Counter[str] = Counter()
     for source in texts:
         for document in source.read_documents():
-            counter.update(_WORD_PATTERN.findall(document))
+            counter.update(match[0] for match in _WORD_PATTERN.finditer(document))
     words = sorted(counter, key=lambda word: (-counter[word], word))
     return _make_frequency_table({"word": words}, np.array([counter[word] for word in words], dtype=np.int64))
 

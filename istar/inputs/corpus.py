@@ -3,7 +3,6 @@
 import random
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +23,14 @@ from istar.inputs.documents import (
     read_documents,
 )
 from istar.inputs.hub import load_dataset_split, open_dataset_stream
-from istar.inputs.tokenizing import chunks, count_text_tokens, find_separator_id, special_tokens, tokenize
+from istar.inputs.tokenizing import (
+    TextPart,
+    chunks,
+    count_text_tokens,
+    find_separator_id,
+    special_tokens,
+    tokenize_parts,
+)
 from istar.records.metric_names import COMBINED
 
 if TYPE_CHECKING:
@@ -148,8 +154,8 @@ class Reading:
     """How much of a text has been read, and how long it has taken."""
 
     documents: int = 0  # documents read; a limit of tokens may end the pass within the last one
-    characters: int = 0  # characters of these documents
-    sentences: int = 0  # sentences of these documents, see `count_sentences`
+    characters: int = 0  # characters of these documents; of the last one only the parts read, see `tokenize_parts`
+    sentences: int = 0  # sentences of these documents, see `count_sentences`; one that is cut counts in both parts
     bytes: int = 0  # UTF-8 bytes of these documents, without separators such as line ends
     tokens: int = 0  # tokens that the statistics include
     seconds: float = 0.0  # time from the first block to the last one
@@ -210,49 +216,52 @@ class Blocks:
 
     def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:
         """Yield the blocks in document order, and add the documents read to `reading`."""
-        documents = self._tokenize_documents(texts, Reading() if reading is None else reading)
+        parts = self._tokenize_documents(texts, Reading() if reading is None else reading)
         prefix_mask, suffix_mask = [True] * len(self._prefix), [True] * len(self._suffix)
-        for piece in self._pack(documents) if self._documents == "packed" else self._cut(documents):
+        for piece in self._pack(parts) if self._documents == "packed" else self._cut(parts):
             yield piece._replace(
                 tokens=[*self._prefix, *piece.tokens, *self._suffix],
                 is_special=[*prefix_mask, *piece.is_special, *suffix_mask],
             )
 
-    def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[Block]:
-        """Yield the tokens of each whole document, and add the document to `reading` when it is yielded."""
-        # The tokenizer reads several texts ahead, so the sizes of each wait here until its tokens are yielded.
-        sizes: deque[tuple[int, int, int]] = deque()
+    def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[TextPart]:
+        """Yield the parts of all documents, and add each part to `reading` when it is yielded."""
+        is_first = True
+        for part in tokenize_parts(texts, self._tokenizer):
+            reading.documents += is_first
+            reading.characters += len(part.text)
+            reading.sentences += count_sentences(part.text)
+            reading.bytes += len(part.text.encode())
+            yield part
+            is_first = part.is_last
 
-        def record_sizes() -> Iterator[str]:
-            for text in texts:
-                sizes.append((len(text), count_sentences(text), len(text.encode())))
-                yield text
+    def _cut(self, parts: Iterable[TextPart]) -> Iterator[Block]:
+        tokens: list[int] = []
+        document_index = piece_index = 0
+        for part in parts:
+            tokens += part.token_ids
+            # Tokens that fill no piece wait for the next part of the document.
+            end = len(tokens) if part.is_last else len(tokens) - len(tokens) % self._text_length
+            for start in range(0, end, self._text_length):
+                piece = tokens[start : start + self._text_length]
+                yield Block(piece, [False] * len(piece), document_index, piece_index)
+                piece_index += 1
+            tokens = tokens[end:]
+            if part.is_last:
+                document_index, piece_index = document_index + 1, 0
 
-        for document_index, token_ids in enumerate(tokenize(record_sizes(), self._tokenizer)):
-            num_characters, num_sentences, num_bytes = sizes.popleft()
-            reading.documents += 1
-            reading.characters += num_characters
-            reading.sentences += num_sentences
-            reading.bytes += num_bytes
-            yield Block(token_ids, [False] * len(token_ids), document_index)
-
-    def _cut(self, documents: Iterable[Block]) -> Iterator[Block]:
-        for tokens, is_special, document_index, _ in documents:
-            for piece_index, start in enumerate(range(0, len(tokens), self._text_length)):
-                piece = slice(start, start + self._text_length)
-                yield Block(tokens[piece], is_special[piece], document_index, piece_index)
-
-    def _pack(self, documents: Iterable[Block]) -> Iterator[Block]:
+    def _pack(self, parts: Iterable[TextPart]) -> Iterator[Block]:
         """Join the documents with separators, cut the result into pieces, and number runs of `RUN_LENGTH` pieces."""
-        for piece_number, piece in enumerate(chunks(self._join(documents), self._text_length)):
+        for piece_number, piece in enumerate(chunks(self._join(parts), self._text_length)):
             tokens, is_special = map(list, zip(*piece, strict=True))
             yield Block(tokens, is_special, piece_number // RUN_LENGTH)
 
-    def _join(self, documents: Iterable[Block]) -> Iterator[tuple[int, bool]]:
+    def _join(self, parts: Iterable[TextPart]) -> Iterator[tuple[int, bool]]:
         """Yield the tokens of all documents and separators, and whether each token was added to the text."""
-        for document in documents:
-            yield from zip(document.tokens, document.is_special, strict=True)
-            yield from ((token, True) for token in self._separator)
+        for part in parts:
+            yield from ((token, False) for token in part.token_ids)
+            if part.is_last:
+                yield from ((token, True) for token in self._separator)
 
 
 def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:

@@ -1,8 +1,9 @@
 """Tokenization of documents without special tokens, a tokenizer's special tokens, and a model's longest input."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from istar.errors import UserError
 
@@ -19,30 +20,69 @@ _POSITIONS_START_AFTER_PADDING = {
 _TOKENIZER_BATCH = 1_000
 """Maximum number of documents to tokenize in one call, enough for the tokenizer's threads to share."""
 _TOKENIZER_CHARACTERS = 1_000_000
-"""Number of characters at which a call has enough documents, so that few long ones are tokenized ahead."""
+"""Maximum number of characters in one call, because a tokenizer needs some 240 bytes for each."""
+
+
+class TextPart(NamedTuple):
+    """A part of a text with its token ids; see `tokenize_parts`."""
+
+    text: str
+    token_ids: list[int]
+    is_last: bool  # whether the text ends with this part
 
 
 def tokenize(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Iterator[list[int]]:
-    """Yield the token ids of each text, without special tokens."""
+    """Yield the token ids of each text, without special tokens; long texts are cut as by `tokenize_parts`."""
+    token_ids: list[int] = []
+    for part in tokenize_parts(texts, tokenizer):
+        token_ids += part.token_ids
+        if part.is_last:
+            yield token_ids
+            token_ids = []
+
+
+def tokenize_parts(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Iterator[TextPart]:
+    """Yield the parts of each text with their token ids, without special tokens.
+
+    A text of at most 1,000,000 characters has one part. A longer one is cut before white space, or after 1,000,000
+    characters without any. Parts are tokenized only as they are needed, so that the memory does not grow with the
+    length of a text. The token ids are those of the whole text, except perhaps next to the cuts.
+    """
     for chunk in _split_into_calls(texts):
+        part_texts, are_last = zip(*chunk, strict=True)
         # `verbose=False` silences the warning about texts that are longer than the model's input.
-        encoded = tokenizer(
-            chunk, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-        )
-        yield from encoded["input_ids"]
+        token_ids = tokenizer(
+            list(part_texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        yield from map(TextPart, part_texts, token_ids, are_last)
 
 
-def _split_into_calls(texts: Iterable[str]) -> Iterator[list[str]]:
-    chunk: list[str] = []
+def _split_into_calls(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Yield the parts of all texts, and whether each is the last of its text, in lists for one call."""
+    chunk: list[tuple[str, bool]] = []
     num_characters = 0
-    for text in texts:
-        chunk.append(text)
-        num_characters += len(text)
-        if len(chunk) == _TOKENIZER_BATCH or num_characters >= _TOKENIZER_CHARACTERS:
+    for part_text, is_last in (part for text in texts for part in _split_text(text)):
+        num_characters += len(part_text)
+        if chunk and (len(chunk) == _TOKENIZER_BATCH or num_characters > _TOKENIZER_CHARACTERS):
             yield chunk
-            chunk, num_characters = [], 0
+            chunk, num_characters = [], len(part_text)
+        chunk.append((part_text, is_last))
     if chunk:
         yield chunk
+
+
+def _split_text(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a text, and whether each is the last one."""
+    if len(text) <= _TOKENIZER_CHARACTERS:
+        yield text, True
+        return
+    limit = _TOKENIZER_CHARACTERS
+    for match in re.finditer(rf"(?s).{{1,{limit}}}(?=\s|\Z)|.{{{limit}}}", text):
+        yield match[0], match.end() == len(text)
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:

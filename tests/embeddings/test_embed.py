@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from istar.cli.main import main
 from istar.embeddings import token_frequencies
 from istar.embeddings.embed_models import process_matrix
-from istar.inputs import tiny
+from istar.inputs import tiny, tokenizing
+from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import read_matrix
 from istar.inputs.saved_checkpoints import ModelArgument
 from istar.records.config import ModelConfig
@@ -181,6 +182,17 @@ def test_frequency_and_unused_tokens(page: Path) -> None:
     assert {row["order"] for row in rows} == {"index", "frequency", "not in the text"}
 
 
+def test_a_long_document_is_counted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("the cat the dog . " * 30)
+    sources = [Source("text", tmp_path / "text.txt")]
+    monkeypatch.setattr(tokenizing, "_TOKENIZER_CHARACTERS", 50)
+    counts = token_frequencies.count_tokens(sources, TOKENIZER, ROWS)
+    expected = {"the": 60, "cat": 30, "dog": 30, ".": 30}
+    assert {TOKENIZER.convert_ids_to_tokens(int(index)): counts[index] for index in np.flatnonzero(counts)} == expected
+    words = token_frequencies.count_words(sources)
+    assert dict(zip(words["word"], words["count"], strict=True)) == expected
+
+
 def test_which_tokens_are_unused() -> None:
     find = token_frequencies.find_unused_tokens
     assert find(["a", "[unused0]", "[unused12]", "unused", "<unused3>", None]) == [1, 2, 4]
@@ -214,6 +226,19 @@ def test_the_processed_matrix_and_model_are_saved(tmp_path: Path, capsys: pytest
     original = build("bert").get_input_embeddings().weight  # type: ignore[operator]
     torch.testing.assert_close(embeddings, original - original.mean(0))
     assert hf.AutoTokenizer.from_pretrained(out / "model")("the cat")["input_ids"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("matrix", "tokens.txt"), ("model", "model/config.json")])
+def test_saved_results_stay_until_the_next_save(kind: str, name: str, tmp_path: Path) -> None:
+    folder, out = save_model(tmp_path / "model"), tmp_path / "out"
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = ["embed", str(folder), "--out", str(out)]
+    assert main([*command, "--text", str(tmp_path / "text.txt"), "--save", kind]) == 0
+    assert (out / "words.csv").is_file()
+    saved = (out / name).read_bytes()
+    assert main(command) == 0
+    assert not (out / "words.csv").exists()
+    assert (out / name).read_bytes() == saved
 
 
 def test_back_into_an_untied_model(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The page of a model, of several models, of a training and of several trainings, from synthetic measures."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -64,7 +65,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory, blank_figures: None) -> dict
     """Write the four pages, and return their folders by name."""
     folder = tmp_path_factory.mktemp("pages")
     compare_page.write_model(make_measurements(), folder / "model")
-    similarity = Similarity("a", "b", ("layer_1",), ("layer_1", "layer_2"), ((0.25, 0.5),), (0.01,), 10, 40)
+    values, errors = ((math.nan, 0.25, 0.5), (math.nan,) * 3), (0.01, math.nan)
+    similarity = Similarity("a", "b", ("layer_1", "layer_2"), TAPS[:3], values, errors, 10, 40)
     models = [make_model("a"), make_model("b", taps=TAPS[:3], final_norm=None)]
     compare_page.write_comparison(models, folder / "models", [similarity], "istar compare a b")
     write_training(folder / "training")
@@ -142,8 +144,8 @@ def test_the_page_of_several_models(pages: dict[str, Path]) -> None:
     assert len(frame) == 7
     assert frame["relative_depth"].tolist()[:3] == [0, 0.5, 1]
     similarity = pd.read_csv(pages["models"] / "tables" / "similarity.csv")
-    assert similarity["cka"].tolist() == [0.25, 0.5]
-    assert similarity["cka_error"].isna().tolist() == [True, False]
+    assert similarity["cka"].tolist() == pytest.approx([math.nan, 0.25, 0.5, *[math.nan] * 3], nan_ok=True)
+    assert similarity["cka_error"].notna().tolist() == [False, False, True, *[False] * 3]
     differences = pd.read_csv(pages["models"] / "tables" / "differences.csv")
     assert set(differences["measure"]) == {"isoscore", "inter_sim"}
 

@@ -61,6 +61,33 @@ def test_few_long_documents_are_tokenized_ahead(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("documents", ["separate", "packed"])
+@pytest.mark.parametrize("make_tokenizer", [bert, gpt])
+def test_a_long_document_is_tokenized_in_parts(
+    make_tokenizer: MakeTokenizer, documents: corpus.Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["the dog", "the cat  sees\ta dog . " * 50, "", "a"]
+    expected_reading, reading = corpus.Reading(), corpus.Reading()
+    expected = list(Blocks(make_tokenizer(), 9, documents)(texts, expected_reading))
+    monkeypatch.setattr(tokenizing, "_TOKENIZER_CHARACTERS", 100)
+    blocks = Blocks(make_tokenizer(), 9, documents)(texts, reading)
+    first_blocks = list(itertools.islice(blocks, 2))
+    assert (reading.documents, reading.characters < 200) == (2, True)
+    assert [*first_blocks, *blocks] == expected
+    assert reading.documents == expected_reading.documents == 4
+    assert reading.characters == reading.bytes == expected_reading.characters
+
+
+def test_the_parts_of_a_text_are_cut_before_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizing, "_TOKENIZER_CHARACTERS", 8)
+    parts = list(tokenizing.tokenize_parts(["the cat sees", "sees\n  a.........", "", " " * 17], bert()))
+    texts = ["the cat", " sees", "sees\n ", " a......", "...", "", *[" " * 8] * 2, " "]
+    assert [part.text for part in parts] == texts
+    assert [part.text for part in parts if part.is_last] == [" sees", "...", "", " "]
+    [first, *_] = tokenizing.tokenize(["the cat sees"], bert())
+    assert first == bert()("the cat sees", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("documents", ["separate", "packed"])
 def test_documents_are_counted_as_they_are_read(documents: corpus.Documents) -> None:
     """The tokenizer reads all texts at once, but a document is counted only when its first block is returned."""
     texts = ["the cat", "a dög", "does the dog see a cat ?", "the dog\nthe cat"]

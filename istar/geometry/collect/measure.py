@@ -73,7 +73,7 @@ def measure_model(
     the GPU if there is one, else the CPU; or the arguments of `from_pretrained` that place each layer. A console
     shows a progress bar, and the memory of a large pass. `command` is recorded in the measures.
 
-    If the measurements in `out`, or one of the `earlier` ones, are of the same model (see `identify_model`), settings,
+    If the measurements in `out`, or one of the `earlier` ones, are of the same model (see `hash_model`), settings,
     dtype and texts, they are returned with the new names instead, and the console says so. `folder` is where the model
     is loaded from, if that is not `name`.
 
@@ -96,7 +96,7 @@ def measure_model(
     output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
     weights = hash_weights(model, output_matrix)
-    identity = identify_model(weights, model, tokenizer)
+    identity = hash_model(weights, model, tokenizer)
     in_folder = read_earlier(out, ModelName(name, revision), identity)
     text_hashes = {source.name: compute_identity(*source.identify(settings.limit))[:16] for source in sources}
     names = {"name": name, "revision": revision}
@@ -160,7 +160,7 @@ def measure_model(
     return replace(measurements, seconds=time.monotonic() - start + reader.earlier_seconds)
 
 
-def identify_model(weights: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> str:
+def hash_model(weights: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a hash of all that a model's measures over a text depend on, as sixteen hexadecimal digits.
 
     That is `weights`, the result of `hash_weights`; the configuration, except for names and versions; and what decides

@@ -71,7 +71,7 @@ class Measurements:
 
     model: dict[str, Any]  # name and revision as given, dtype, model type and device
     weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
-    identity: str  # hash of the weights, the configuration and the tokenizer; see `measure.identify_model`
+    identity: str  # hash of the weights, the configuration and the tokenizer; see `measure.hash_model`
     settings: dict[str, Any]  # settings of the pass, and the paths of the texts
     # Measures by source and tap. With several sources, `combined` is all of them together.
     sources: BySourceAndTap[dict[str, float]]

@@ -17,7 +17,9 @@ from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.measure import load_placed_encoder
 from istar.inputs.corpus import Block, Blocks, Source, pad_batch, split_into_batches
 from istar.inputs.pretrained import load_tokenizer
+from istar.inputs.tokenizing import tokenize_parts
 from istar.measures.alignment import cka, cka_with_error
+from istar.measures.jackknife import ValueWithError
 from istar.measures.numerics import full_precision
 from istar.records.config import ModelConfig
 
@@ -35,9 +37,10 @@ class Similarity:
     second: str  # label of the second model
     first_taps: tuple[str, ...]  # names of the places in the first model where hidden states were read
     second_taps: tuple[str, ...]  # the same for the second model
-    values: tuple[tuple[float, ...], ...]  # CKA: a row for each tap of the first model, a column for each of the second
+    # CKA: a row for each tap of the first model, a column for each of the second; NaN where `cka` is undefined.
+    values: tuple[tuple[float, ...], ...]
     # Standard error of the largest value of each row, by the jackknife over groups of documents; NaN if a group would
-    # have fewer than two documents.
+    # have fewer than two documents, or CKA without a group is undefined.
     errors_of_largest: tuple[float, ...]
     num_groups: int  # number of these groups
     documents: int  # number of documents
@@ -46,8 +49,7 @@ class Similarity:
 def read_first_documents(sources: Sequence[Source], count: int, shuffle_buffer: int = 0, seed: int = 0) -> list[str]:
     """Read `count` documents, taking one from the beginning of each text in turn; fewer if the texts have fewer.
 
-    Each text is shuffled first, see `corpus.shuffle_documents`. Raises a `UserError` if a text cannot be read, or the
-    texts have fewer than 4 documents in total.
+    Each text is shuffled first, see `corpus.shuffle_documents`. Raises a `UserError` if a text cannot be read.
     """
     readers = [source.read_documents(shuffle_buffer, seed) for source in sources]
     documents: list[str] = []
@@ -57,8 +59,6 @@ def read_first_documents(sources: Sequence[Source], count: int, shuffle_buffer: 
                 readers.remove(reader)
             elif len(documents) < count:
                 documents.append(document)
-    if len(documents) < _MIN_DOCUMENTS:
-        raise UserError(f"the texts have {len(documents)} documents; CKA needs at least {_MIN_DOCUMENTS}")
     return documents
 
 
@@ -127,9 +127,18 @@ def compute_similarities(
 ) -> list[Similarity]:
     """Compute CKA of all layers for each pair of labelled models. Only one model is in memory at a time.
 
-    Each document is represented by its mean hidden state; see `compute_mean_states`. Raises a `UserError` if a model
-    cannot be loaded, a document lacks tokens, or a layer has equal states for all documents.
+    Each document is represented by its mean hidden state; see `compute_mean_states`. Documents that lack tokens for one
+    of the models are left out. Raises a `UserError` if a model cannot be loaded, fewer than 4 documents are left, or
+    CKA is undefined for all pairs of layers.
     """
+    for _, config in models:
+        tokenizer = load_tokenizer(config)
+        documents = [text for text in documents if any(part.token_ids for part in tokenize_parts([text], tokenizer))]
+    if len(documents) < _MIN_DOCUMENTS:
+        raise UserError(
+            f"the number of documents with tokens for all models is {len(documents)}; CKA needs at least "
+            f"{_MIN_DOCUMENTS}; give more text"
+        )
     labelled_states: list[tuple[str, dict[str, Tensor]]] = []
     with make_progress(console) as progress:
         task = progress.add_task("similarity of layers", total=len(models) * len(documents))
@@ -141,7 +150,13 @@ def compute_similarities(
             )
             labelled_states.append((label, states))
             del model
-    return [_compare_layers(*first, *second) for first, second in itertools.combinations(labelled_states, 2)]
+    similarities = [_compare_layers(*first, *second) for first, second in itertools.combinations(labelled_states, 2)]
+    if all(math.isnan(value) for similarity in similarities for row in similarity.values for value in row):
+        raise UserError(
+            "CKA is undefined for all layers, because their states are equal or equally far apart for all documents, "
+            "or not finite; give other texts"
+        )
+    return similarities
 
 
 def _compare_layers(
@@ -150,11 +165,11 @@ def _compare_layers(
     """Compute CKA between all layers of two models from the results of `compute_mean_states`."""
     values, errors_of_largest = [], []
     for states in first_states.values():
-        row = [cka(states, other_states) for other_states in second_states.values()]
-        most_similar = list(second_states.values())[row.index(max(row))]
-        has_error = len(states) >= 2 * _NUM_GROUPS
+        row = [_compute_cka(states, other_states).value for other_states in second_states.values()]
+        index = max(range(len(row)), key=lambda index: -math.inf if math.isnan(row[index]) else row[index])
+        most_similar, has_error = list(second_states.values())[index], len(states) >= 2 * _NUM_GROUPS
         values.append(tuple(row))
-        errors_of_largest.append(cka_with_error(states, most_similar, _NUM_GROUPS).error if has_error else math.nan)
+        errors_of_largest.append(_compute_cka(states, most_similar, has_error).error)
     return Similarity(
         first=first_label,
         second=second_label,
@@ -165,3 +180,11 @@ def _compare_layers(
         num_groups=_NUM_GROUPS,
         documents=len(next(iter(first_states.values()))),
     )
+
+
+def _compute_cka(first: Tensor, second: Tensor, has_error: bool = False) -> ValueWithError:
+    """Return CKA, with its standard error if `has_error`; NaN where `cka` is undefined."""
+    try:
+        return cka_with_error(first, second, _NUM_GROUPS) if has_error else ValueWithError(cka(first, second), math.nan)
+    except UserError:
+        return ValueWithError(math.nan, math.nan)

@@ -201,10 +201,11 @@ def build_similarity_sheet(similarities: Sequence["Similarity"]) -> Sheet:
         names = {"first": similarity.first, "second": similarity.second}
         errors = similarity.errors_of_largest
         for tap, values, error in zip(similarity.first_taps, similarity.values, errors, strict=True):
-            largest = max(values)
+            largest = max(values, key=lambda value: -math.inf if math.isnan(value) else value)
             most_similar = similarity.second_taps[values.index(largest)]
             half_width = t_quantile(similarity.num_groups - 1) * error
-            shown = {"layer of the first": name_tap(tap), "most similar of the second": name_tap(most_similar)}
+            shown_most_similar = "\u2013" if math.isnan(largest) else name_tap(most_similar)
+            shown = {"layer of the first": name_tap(tap), "most similar of the second": shown_most_similar}
             shown_rows.append({**names, **shown, "CKA": number_entry(largest, half_width)})
             rows += [
                 {**names, "layer": tap, "other_layer": other_tap, "cka": value}
