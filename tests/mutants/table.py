@@ -326,6 +326,20 @@ MUTATIONS = [
         "        is_end[:-1] = is_new_document\n",
         "tests/regularizers/test_tokens_chosen.py",
     ),
+    Mutation(
+        "Options of a penalty that are changed later have no effect.",
+        "istar/regularizers/base.py",
+        "option.init and name in vars(self) and name not in",
+        "False and name not in",
+        "tests/regularizers/test_istar.py",
+    ),
+    Mutation(
+        "A trainer with its own loss trains without the penalty.",
+        "istar/integrations/transformers.py",
+        "if self.penalty.weight != 0 and not self._is_penalized:",
+        "if False:",
+        "tests/integrations/test_transformers.py",
+    ),
     # ---- Sigma_S
     Mutation(
         "Dropout is on in the passes for Sigma_S.",
@@ -355,6 +369,13 @@ MUTATIONS = [
         "with eval_mode(model), torch.no_grad():",
         "tests/regularizers/test_shrinkage.py::test_modes_and_random_numbers_are_as_they_were_whatever_the_loader_draws",
     ),
+    Mutation(
+        "Sigma_S of a stream is computed once.",
+        "istar/integrations/transformers.py",
+        "state, not self._resumes_epoch, kwargs",
+        "state, state.global_step == 0, kwargs",
+        "tests/integrations/test_transformers.py",
+    ),
     # ---- other measures
     Mutation(
         "I(W) is the ratio of the largest to the smallest value of the partition function.",
@@ -383,6 +404,20 @@ MUTATIONS = [
         "ratios = distances[:, 1] / distances[:, 0]",
         "ratios = distances[:, 2] / distances[:, 1]",
         "tests/measures/test_dimension.py::test_it_is_the_papers_steps",
+    ),
+    Mutation(
+        "Few points next to a massive activation lose their digits.",
+        "istar/measures/isoscores.py",
+        "moments_class.of(points.to(accumulation_dtype(points.device)), mask)",
+        "moments_class.of(points, mask)",
+        "tests/measures/test_isoscores.py",
+    ),
+    Mutation(
+        "Two accumulators share the memory of a state.",
+        "istar/measures/accumulator.py",
+        "copy.deepcopy(self._move(state[name], own))",
+        "self._move(state[name], own)",
+        "tests/measures/test_accumulator.py",
     ),
     # ---- istar measure
     Mutation(
@@ -455,6 +490,13 @@ MUTATIONS = [
         "True",
         "tests/geometry/test_stream.py::test_an_unusable_state_is_ignored",
     ),
+    Mutation(
+        "A model with another configuration has the measures of the first.",
+        "istar/geometry/collect/measure.py",
+        "return compute_identity(weights, config, tokenizer_parts)",
+        "return compute_identity(weights, tokenizer_parts)",
+        "tests/geometry/test_measure.py",
+    ),
     # ---- training
     Mutation(
         "The penalty is logged but not trained on.",
@@ -512,6 +554,13 @@ MUTATIONS = [
         "if gradient_norm is None or gradient_norm is not None:",
         "tests/finetune/training/test_nonfinite.py::test_a_skipped_step_leaves_no_trace",
     ),
+    Mutation(
+        "The steps after the last validation interval have no validation.",
+        "istar/finetune/training/trainer.py",
+        "trainer.val_check_batch = 1",
+        "pass",
+        "tests/finetune/training/test_callbacks.py",
+    ),
     # ---- evaluation
     Mutation(
         "Every process evaluates all examples, so that duplicates are counted.",
@@ -563,6 +612,13 @@ MUTATIONS = [
         "np.mean([max(token_f1(text, gold) for gold in golds) for text, golds in pairs])",
         "np.mean([token_f1(text, golds[0]) for text, golds in pairs])",
         "tests/finetune/tasks/test_metrics.py::test_squad_takes_the_best_gold_and_agrees_with_torchmetrics",
+    ),
+    Mutation(
+        "Predictions of a sample are numbered by their places in it.",
+        "istar/finetune/tasks/evaluation.py",
+        "is_sample = ROW_COLUMN in self.examples.column_names",
+        "is_sample = False",
+        "tests/finetune/tasks/test_evaluation.py",
     ),
     # ---- which epoch counts
     Mutation(
@@ -734,6 +790,20 @@ MUTATIONS = [
         "np.std(values, ddof=1)",
         "np.std(values, ddof=0)",
         "tests/statistics/test_paired.py",
+    ),
+    Mutation(
+        "Data sets of one task compete as its settings.",
+        "istar/records/identity.py",
+        '(f"{run.task} ({data_end})" if data_end else run.task, ',
+        "(run.task, ",
+        "tests/records/test_identity.py",
+    ),
+    Mutation(
+        "Several values on the command line replace the fixed lambda of CosReg.",
+        "istar/finetune/sweeps/trials.py",
+        "if (key in grid and not is_fixed) or key not in grid_keys:",
+        "if key in grid or key not in grid_keys:",
+        "tests/finetune/sweeps/test_trials.py",
     ),
     # ---- statistics
     Mutation(
