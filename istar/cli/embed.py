@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     sources = corpus.parse_sources(options.text)
     inputs = [model.config.name for model in models] + [*options.wordsim, *(source.path for source in sources)]
     page_folder.check(options.out, embed_page.EMBEDDINGS_KIND, inputs)
-    # What is saved is no part of the page, so that a page without --save does not remove it.
+    # Saved results do not belong to the page, so that a page without --save does not remove them.
     saved_output = Output(options.out, "result of --save")
     if options.save:
         saved_output.check((*embed_models.MATRIX_FILES, embed_models.MODEL_FOLDER), inputs)

@@ -115,7 +115,7 @@ class Accumulator:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all states by name. As in torch modules, they are no copies: later updates may change them."""
+        """Return all states by name. As in torch modules, they are not copied, and later updates may change them."""
         self.finish_sums()
         return {**self._get_states(), **{name: child.state_dict() for name, child in self._find_children().items()}}
 

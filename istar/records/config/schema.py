@@ -262,7 +262,7 @@ def find_option(group: str, config: Mapping[str, Any]) -> str:
     """Return the option of a group in a config: its `name`, except for `torch`, whose name is a class.
 
     Raises:
-        UserError: if the group or its name is missing, or the group is no mapping.
+        UserError: if the group or its name is missing, or the group is not a mapping.
     """
     values = _get_group(config, group)
     return "torch" if group == "optim" and "arguments" in values else str(_get_value(values, "name", f"{group}."))
