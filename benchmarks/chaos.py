@@ -283,7 +283,8 @@ def unequal_parts(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, A
 def outcome(folder: Path) -> dict[str, Any]:
     """Return what must be equal for equal runs: everything but durations and paths."""
     result = json.loads((folder / "result.json").read_text())
-    del result["timing"], result["config"]["run"]
+    # A commit between two runs changes the record of the code.
+    del result["timing"], result["code_commit"], result["code_modified"], result["config"]["run"]
     with (folder / "metrics.csv").open(newline="") as file:
         rows = [{name: value for name, value in row.items() if "second" not in name} for row in csv.DictReader(file)]
     return {
