@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         similarities = _compute_similarities(measured_models, sources, options)
     except UserError as error:  # measuring the models may have taken hours
-        warnings.append(f"the page has no similarity of layers: {error}")
+        warnings.append(f"the page lacks the similarity of layers: {error}")
     page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
     if options.json:
         shared_options.print_json({"models": model_tables.build_model_sheet(measured_models).frame})

@@ -180,7 +180,7 @@ def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
         message, code = "stopped by SIGINT", 130
     else:
         message, code = schema.explain(error), 2
-        # Hydra raises a plain ValueError for some mistakes on the command line, for example `task=null`, and in files.
+        # Hydra raises a plain ValueError for mistakes such as `task=null` on the command line, and for some in files.
         if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
             message = find_mistake_in_files(error) or f"{message} (HYDRA_FULL_ERROR=1 shows where)"
     rank = launch.find_rank(os.environ)

@@ -160,9 +160,11 @@ def find_head_model(model: nn.Module) -> nn.Module:
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError("nn.DataParallel runs copies of the model, which hooks cannot follow; use DDP")
     # All classes of transformers models have this attribute.
-    found = {name: module for name, module in model.named_modules() if hasattr(type(module), "base_model_prefix")}
-    nested = {part for module in found.values() for part in module.modules() if part is not module}
-    names = [name for name, module in found.items() if module not in nested]
+    model_by_name = {
+        name: module for name, module in model.named_modules() if hasattr(type(module), "base_model_prefix")
+    }
+    nested = {part for module in model_by_name.values() for part in module.modules() if part is not module}
+    names = [name for name, module in model_by_name.items() if module not in nested]
     if not names:
         raise UserError(
             f"there is no transformers model in {type(model).__name__}; name the modules whose outputs are the hidden "
@@ -173,7 +175,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has {len(names)} transformers models, {', '.join(names)}; expected 1: attach to "
             f"one of them, for example attach(model.{names[0]}, penalty)"
         )
-    return found[names[0]]
+    return model_by_name[names[0]]
 
 
 def find_base_model(model: nn.Module) -> nn.Module:

@@ -158,7 +158,7 @@ def test_models_are_compared_without_cka(
     assert main(command) == 0
     captured = capsys.readouterr()
     [warning] = [line for line in captured.err.splitlines() if line.startswith("warning")]
-    assert warning.startswith("warning: the page has no similarity of layers: ")
+    assert warning.startswith("warning: the page lacks the similarity of layers: ")
     assert reason in warning
     assert "IsoScore" in captured.out
     assert (tmp_path / "page/index.html").is_file()

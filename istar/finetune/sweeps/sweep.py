@@ -196,7 +196,7 @@ class SearchQueue(TrialQueue):
         try:
             return results.read_result(folder).status == "failed"
         except UserError:
-            # A mistake that was found before the training has no record either.
+            # Mistakes that are found before the training leave no record either.
             return error.exit_code == UserError.exit_code and not (folder / results.CONFIG).exists()
 
 

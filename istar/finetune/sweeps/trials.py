@@ -56,7 +56,7 @@ def make_search_spaces(
 
     Raises:
         UserError: if command line and grids choose the option of the same config group, a `glob` matches no option, or
-            a range or an interval has no values.
+            a range or an interval is empty.
         HydraException: if an override cannot be parsed.
     """
     parser = OverridesParser.create(config_loader)
@@ -80,22 +80,22 @@ def make_search_spaces(
             if (key in grid and not is_fixed) or key not in grid_keys:
                 space[key] = override
         for override in space.values():
-            _check_has_values(override)
+            _check_is_not_empty(override)
         space_by_grid[name] = space
     return space_by_grid
 
 
-def _check_has_values(override: Override) -> None:
+def _check_is_not_empty(override: Override) -> None:
     sweep = override.value()
     if isinstance(sweep, IntervalSweep):
-        has_values = (sweep.start or 0) <= (sweep.end or 0)
+        is_empty = (sweep.start or 0) > (sweep.end or 0)
     else:
-        has_values = not override.is_sweep_override() or any(True for _ in override.sweep_string_iterator())
-    if not has_values and override.is_choice_sweep():
+        is_empty = override.is_sweep_override() and next(override.sweep_string_iterator(), None) is None
+    if not is_empty:
+        return
+    if override.is_choice_sweep():
         raise UserError(f"{override.input_line}: no option matches; glob(...) chooses options of a config group")
-    if not has_values:
-        bounds = "expected bounds in order, such as range(1,4) or interval(1,4)"
-        raise UserError(f"{override.input_line} has no values; {bounds}")
+    raise UserError(f"{override.input_line} is empty; expected bounds in order, such as range(1,4) or interval(1,4)")
 
 
 def _format_override_value(value: Any) -> str:

@@ -53,7 +53,7 @@ class Masking:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, whole_word: bool = False) -> None:
         self.mask_id: Any = tokenizer.mask_token_id
-        # Some ids may have no token. Then the greatest id exceeds the number of tokens.
+        # Ids may be unused, so that the greatest one can exceed the number of tokens.
         tokens: Any = tokenizer.convert_ids_to_tokens(list(range(max(tokenizer.get_vocab().values()) + 1)))
         special_ids = set(tokenizer.all_special_ids)
         self._is_special = np.array([token_id in special_ids for token_id in range(len(tokens))])

@@ -25,8 +25,8 @@ class StopAfterLastStep(L.Callback):
     """Stop the training after its last step, and always validate after it.
 
     The last step is number `max_steps`, or the last one of the last epoch. With its own `max_steps`, Lightning omits
-    the validation, and resumes differently at the end of an epoch. It also omits the validation if the number of the
-    last batch is not a multiple of `val_check_interval`, or that of the last epoch of `check_val_every_n_epoch`.
+    the validation, and resumes differently at the end of an epoch. It also omits the validation if
+    `val_check_interval` does not divide the number of batches, or `check_val_every_n_epoch` the number of epochs.
     """
 
     max_steps: int | None

@@ -175,7 +175,7 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
             raise UserError(f"{location}: the row has {len(row)} cells; expected {len(header)}, as the header")
     if "" in header:
         raise UserError(
-            f"{path}: column {header.index('') + 1} has no name; expected names for all columns; if it is the index of "
+            f"{path}: column {header.index('') + 1} is unnamed; expected names for all columns; if it is the index of "
             "pandas, write the file with index=False"
         )
     if repeated := {name for name in header if header.count(name) > 1}:

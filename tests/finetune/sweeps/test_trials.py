@@ -104,7 +104,7 @@ def test_an_interval_is_no_grid() -> None:
     ],
 )
 def test_a_range_without_values_is_refused(override: str) -> None:
-    message = f"{override} has no values; expected bounds in order, such as range(1,4) or interval(1,4)"
+    message = f"{override} is empty; expected bounds in order, such as range(1,4) or interval(1,4)"
     for grids in ({}, {"base": {"reg": "none"}}):
         with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
             make_search_spaces([override], {}, grids, [])
