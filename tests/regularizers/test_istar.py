@@ -628,10 +628,12 @@ def test_sigma_s_has_no_graph():
 def test_sigma_s_of_inference_mode_can_be_trained_with_and_loaded():
     penalty, hidden_states = make_penalty(), [state.requires_grad_() for state in states()]
     with torch.inference_mode():
-        penalty.shrinkage_covariance = sigma() + 0
+        given = sigma() + 0
+        penalty.shrinkage_covariance = given
     penalty(hidden_states).backward()
     penalty.load_state_dict({"shrinkage_covariance": 2 * sigma()})
     assert_close(penalty.shrinkage_covariance, 2 * sigma(), rtol=0, atol=0)
+    assert_close(given, sigma(), rtol=0, atol=0)
 
 
 # What is refused ----------------------------------------------------------------------------------------------
