@@ -23,9 +23,9 @@ class Recording(IStar):
         self.shrinkage_covariance = sigma()
         self.received: list[Tensor] = []
 
-    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
-        self.received.append(hidden_state)
-        return super().summarize(hidden_state, tokens)
+    def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
+        self.received += hidden_states
+        return super().summarize(hidden_states, tokens)
 
 
 def sigma() -> Tensor:

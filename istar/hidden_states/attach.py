@@ -108,6 +108,7 @@ class HiddenStatePenalty(AttachedPenalty):
             modules,
             points,
             penalty.needs_labels,
+            penalty.include_padding,
             self._draw_sample,
         )
 

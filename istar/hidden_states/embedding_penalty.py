@@ -101,7 +101,7 @@ class EmbeddingPenalty(AttachedPenalty):
             points = matrix.index_select(0, row_indices.to(matrix.device))
         if self.penalty.weight == 0:
             return torch.zeros((), device=matrix.device)
-        loss = self.penalty.combine([self.penalty.summarize(points, Tokens())])
+        loss = self.penalty.combine(self.penalty.summarize([points], Tokens()))
         self._warn_if_no_gradient(loss, f"the {_describe(self.target)} are frozen")
         return loss
 

@@ -22,26 +22,28 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
+from istar.measures.numerics import block_size
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
-Summarize = Callable[[Tensor, Tokens], Any]
-"""Reduces a hidden state `(batch, tokens, d)` and the tokens that count to a summary."""
+Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
+"""Reduces hidden states `(batch, tokens, d)` and the tokens that count to summaries, not necessarily one a layer."""
 
 
 @dataclass
 class _Pass:
     """A forward pass that is being read.
 
-    `summaries` and `deferred_states` are pairs with layer numbers. Deferred states are summarized at the end of the
-    pass.
+    `states` are the hidden states that are not summarized yet, with their layer numbers. They are summarized when they
+    are enough for a block of `istar.measures.numerics.block_size`, or all at the end of the pass if `is_deferred`.
     """
 
     tokens: Tokens
     has_gradients: bool
     may_skip: bool
+    is_deferred: bool
     called_layers: list[int] = field(default_factory=list)
-    summaries: list[tuple[int, Any]] = field(default_factory=list)
-    deferred_states: list[tuple[int, Tensor]] = field(default_factory=list)
+    summaries: list[Any] = field(default_factory=list)
+    states: list[tuple[int, Tensor]] = field(default_factory=list)
     # Numbers of the layers that ran without gradients, as inside a reentrant checkpoint.
     layers_without_gradients: set[int] = field(default_factory=set)
 
@@ -74,12 +76,13 @@ class HiddenStateReader:
         model: a transformers model, bare, with a head, or inside of another module such as a PEFT or DDP wrapper. With
             `modules`, any module.
         layers: see `istar.regularizers.points.select_layers`.
-        summarize: function of a hidden state `(batch, tokens, d)` and the pass's tokens that count.
+        summarize: function of hidden states, `(batch, tokens, d)` each, and the pass's tokens that count.
         is_active: called at the beginning of each pass; returns whether to read it. A new pass drops the summaries of
             the previous one, unless it is not read and runs without gradients.
         modules: modules that return the hidden states of layers 1 to L, as their output or its first element.
         points: which tokens count. Labels are read from the call of the model with its head.
         needs_labels: give the labels to `summarize` even if `points` do not need them.
+        include_padding: count padding as points, too.
         draw_sample: called at the beginning of each pass that is read; returns the part of its points that counts.
 
     Attributes:
@@ -107,6 +110,7 @@ class HiddenStateReader:
         modules: Sequence[nn.Module] | None = None,
         points: Points = ALL_POINTS,
         needs_labels: bool = False,
+        include_padding: bool = False,
         draw_sample: Callable[[], PointSample | None] = lambda: None,
     ) -> None:
         self._layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
@@ -119,6 +123,7 @@ class HiddenStateReader:
         self.num_left_out = 0
         self._points = points
         self._needs_labels = needs_labels or points.need_labels
+        self._include_padding = include_padding
         self._predicts_next = _is_causal_language_model(self.head_model)
         self._summarize = summarize
         self._is_active = is_active
@@ -181,7 +186,7 @@ class HiddenStateReader:
         if not is_active:
             return None
         arguments = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
-        mask = _mask_of_states(arguments)
+        mask = None if self._include_padding else _mask_of_states(arguments)
         position_ids = arguments.get("position_ids")
         if self._points.are_all:
             tokens = Tokens(mask, labels=self._labels, position_ids=position_ids)
@@ -190,7 +195,9 @@ class HiddenStateReader:
             tokens = Tokens(mask, self._points, input_ids, self._labels, position_ids, self._predicts_next)
         tokens.sample = self._draw_sample()
         may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
-        self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip)
+        # With layerdrop, any layer may be the last one that runs. Modules that are not of transformers may be followed
+        # by operations in place.
+        self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip, may_skip or not self._layers.is_transformers)
         if self._layers.modules:
             return None
         return args, {**kwargs, "output_hidden_states": True, "return_dict": True}
@@ -231,30 +238,29 @@ class HiddenStateReader:
         if current is None:
             return
         layer_number = len(current.called_layers) + 1 if self._layers.is_shared else module_index + 1
-        states: list[tuple[int, Tensor]] = []
         # The input of the first layer is hidden state 0, the embedding output.
         if not current.called_layers and 0 in self._selected:
-            states.append((0, args[0] if args else kwargs["hidden_states"]))
+            current.states.append((0, args[0] if args else kwargs["hidden_states"]))
         # Hidden state L is the output of the final norm, if any; `_end_pass` reads it.
         if layer_number in self._selected and not (
             self._layers.ends_with_norm and layer_number == self._layers.num_layers
         ):
-            states.append((layer_number, output[0] if isinstance(output, tuple) else output))
+            current.states.append((layer_number, output[0] if isinstance(output, tuple) else output))
         current.called_layers.append(layer_number)
         is_without_gradients = current.has_gradients and not torch.is_grad_enabled()
         if is_without_gradients:
             current.layers_without_gradients.add(layer_number)
         # torch.compile traces this hook with the model. The summary, which it cannot trace, would split the graph.
         if torch.compiler.is_compiling():
-            current.deferred_states.extend(states)
             return
-        # A summary inside a checkpoint would have no gradient, or be recomputed. With layerdrop, any layer may be the
-        # last one that runs. Modules that are not of transformers may be followed by operations in place.
-        is_checkpointed = is_without_gradients or (current.has_gradients and _are_saved_tensors_hooked())
-        if is_checkpointed or current.may_skip or not self._layers.is_transformers:
-            current.deferred_states += states
-        else:
-            current.summaries += self._summarize_states(states, current.tokens)
+        # A summary inside a checkpoint would have no gradient, or be recomputed.
+        if is_without_gradients or (current.has_gradients and _are_saved_tensors_hooked()):
+            current.is_deferred = True
+        if not current.is_deferred and current.states:
+            _, latest_state = current.states[-1]
+            current.tokens.prepare(latest_state)
+            if (len(current.states) + 1) * latest_state.numel() > block_size(latest_state.device):
+                self._summarize_states(current)
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         current, self._pass = self._pass, None
@@ -264,24 +270,25 @@ class HiddenStateReader:
         if self._layers.modules:
             self._check_all_layers_called(current)
         else:
-            current.deferred_states = self._select_returned_states(output)
+            current.states = self._select_returned_states(output)
         if self._layers.ends_with_norm and current.called_layers:
             self._replace_last_state(current, output[0])
-        _check_have_gradients(current.deferred_states, current.layers_without_gradients)
-        numbered_summaries = current.summaries + self._summarize_states(current.deferred_states, current.tokens)
-        self._summaries = [summary for _, summary in sorted(numbered_summaries, key=itemgetter(0))]
+        _check_have_gradients(current.states, current.layers_without_gradients)
+        self._summarize_states(current)
+        self._summaries = current.summaries
         self.num_left_out = current.tokens.num_left_out
 
     def _replace_last_state(self, current: _Pass, last_hidden_state: Tensor) -> None:
         last_called = current.called_layers[-1]
-        current.summaries = [(layer, summary) for layer, summary in current.summaries if layer != last_called]
-        current.deferred_states = [(layer, state) for layer, state in current.deferred_states if layer != last_called]
+        current.states = [(layer, state) for layer, state in current.states if layer != last_called]
         if self._layers.num_layers in self._selected:
-            current.deferred_states.append((self._layers.num_layers, last_hidden_state))
+            current.states.append((self._layers.num_layers, last_hidden_state))
             current.layers_without_gradients.discard(self._layers.num_layers)
 
-    def _summarize_states(self, states: list[tuple[int, Tensor]], tokens: Tokens) -> list[tuple[int, Any]]:
-        return [(layer, self._summarize(state, tokens)) for layer, state in states]
+    def _summarize_states(self, current: _Pass) -> None:
+        states = [state for _, state in sorted(current.states, key=itemgetter(0))]
+        current.summaries += self._summarize(states, current.tokens) if states else []
+        current.states = []
 
     def _check_all_layers_called(self, current: _Pass) -> None:
         called_layers, num_layers = current.called_layers, self._layers.num_layers

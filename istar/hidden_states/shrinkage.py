@@ -114,7 +114,14 @@ def hidden_state_moments(
     moments_class: Any = ClassMoments if penalty.needs_labels else Moments
     is_single_process = not penalty.sync or world_size(group) == 1
     reader = HiddenStateReader(
-        model, penalty.layers, penalty.summarize, lambda: True, modules, points, penalty.needs_labels
+        model,
+        penalty.layers,
+        penalty.summarize,
+        lambda: True,
+        modules,
+        points,
+        penalty.needs_labels,
+        penalty.include_padding,
     )
     device = next(model.parameters()).device
     called_module = _choose_module_to_call(model, reader.head_model if needs_labels else reader.base_model)

@@ -12,7 +12,7 @@ from istar.errors import UserError, check_one_of
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.reader import HiddenStateReader
-from istar.integrations.loaders import check_first_batch, iterate_in_new_order
+from istar.integrations.loaders import iterate_in_new_order
 from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums, sum_all_points
 from istar.regularizers import Penalty, Points
 from istar.regularizers.points import ALL_POINTS, Layers, Tokens
@@ -118,9 +118,7 @@ class PenaltyCallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Move the penalty to the model's device, because the state of a checkpoint is on the CPU."""
-        assert self._attached is not None
         self.penalty.to(pl_module.device)
-        check_first_batch(self._attached, trainer.train_dataloader)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -252,10 +250,13 @@ class IsotropyCallback(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._remove_reader()
 
-    def _add_points(self, state: Tensor, tokens: Tokens) -> None:
-        points, indices = state.flatten(0, 1), tokens.indices_of(state)
-        self._sums = self._sums or LayerSums(points.shape[-1], points.device)
-        self._sums.update(points if indices is None else points[indices])
+    def _add_points(self, states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
+        """Add the points of layers, and return no summaries."""
+        for state in states:
+            points, indices = state.flatten(0, 1), tokens.indices_of(state)
+            self._sums = self._sums or LayerSums(points.shape[-1], points.device)
+            self._sums.update(points if indices is None else points[indices])
+        return []
 
     def _remove_reader(self) -> None:
         if self._reader is not None:

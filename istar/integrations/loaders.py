@@ -2,17 +2,13 @@
 
 import copy
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-
-from istar.hidden_states import AttachedPenalty
-from istar.hidden_states.model_layers import preserve_rng_states
-from istar.measures.accumulator import world_size
 
 
 def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
@@ -43,24 +39,6 @@ def iterate_in_new_order(loader: Any, seed: int) -> Iterator[Any]:
         if isinstance(loader, DataLoaderDispatcher):
             batches = islice(batches, loader.state.process_index, None, loader.state.num_processes)
     yield from batches
-
-
-def check_first_batch(attached: AttachedPenalty, loader: Any) -> None:
-    """Raise `UserError` if the first batch of a loader has too few sequences for a score of an attached penalty.
-
-    Only the points `first` and `last` are checked, and only for batches of token ids without packed documents.
-    The loader and the random number generators are left as they are.
-    """
-    if attached.settings.points.which not in ("first", "last"):
-        return
-    with preserve_rng_states(torch.device("cpu")):
-        batch = next(iterate_in_new_order(loader, seed=0), None)
-    if not isinstance(batch, Mapping) or not {"position_ids", "seq_idx"}.isdisjoint(batch):
-        return
-    ids = batch.get("input_ids")
-    if isinstance(ids, torch.Tensor) and ids.dim() == 2:
-        num_processes = world_size(attached.penalty.group) if attached.penalty.sync else 1
-        attached.check_batch_size(num_processes * len(ids))
 
 
 def _copy_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:

@@ -187,16 +187,16 @@ class PenaltyLoss(nn.Module):
         if any(states is collected_states for collected_states in self._collected_states):
             return
         self._collected_states.append(states)
-        for state in select_layers(states, self.penalty.layers):
-            self._add_summary(state, output.get("attention_mask"))
+        self._add_summaries(select_layers(states, self.penalty.layers), output.get("attention_mask"))
 
     def _collect_sentence_embeddings(self, module: nn.Module, args: Any, output: dict[str, Any]) -> None:
         if self._should_collect():
-            self._add_summary(output["sentence_embedding"], None)
+            self._add_summaries([output["sentence_embedding"]], None)
 
-    def _add_summary(self, points: Tensor, mask: Tensor | None) -> None:
-        # Append, because a loss may call the model once per column.
-        self._point_summaries.append(self.penalty.summarize(points, Tokens(mask)))
+    def _add_summaries(self, layers: list[Tensor], mask: Tensor | None) -> None:
+        # Not assigned, because a loss may call the model once per column.
+        tokens = Tokens(None if self.penalty.include_padding else mask)
+        self._point_summaries += self.penalty.summarize(layers, tokens)
 
     def _iterate_inputs_by_column(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         """The trainer's batches contain all columns in one mapping, with the column's name as a prefix of each key."""

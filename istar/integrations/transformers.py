@@ -19,7 +19,7 @@ from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_se
 from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
-from istar.integrations.loaders import check_first_batch, iterate_in_new_order
+from istar.integrations.loaders import iterate_in_new_order
 from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums, sum_all_points
 from istar.regularizers import Penalty, Points
 from istar.regularizers.points import ALL_POINTS, Layers, Tokens
@@ -131,7 +131,6 @@ class PenaltyMixin(_TrainerBase):
         self.detach_penalty()
         assert isinstance(self.model, nn.Module)
         self._attached = attach_with_settings(self.model, self.penalty, self.settings)
-        check_first_batch(self._attached, self.callback_handler.train_dataloader)
         return self._attached
 
     def detach_penalty(self) -> None:
@@ -396,16 +395,20 @@ class IsotropyCallback(TrainerCallback):
             self._loader, self._sums = loader, None
         return True
 
-    def _add_points(self, state: Tensor, tokens: Tokens) -> None:
-        points, indices = state.flatten(0, 1), tokens.indices_of(state)
-        loader_state, num_counted = self._trainer.accelerator.gradient_state, len(state)
+    def _add_points(self, states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
+        """Add the points of layers, and return no summaries."""
+        loader_state = self._trainer.accelerator.gradient_state
+        num_counted = num_examples = len(states[0])
         if loader_state.end_of_dataloader and loader_state.remainder > 0:
             # The last batches of all processes have this number of examples; those after them are repeated.
-            num_counted = max(loader_state.remainder - self._trainer.args.process_index * len(state), 0)
-        if self._sums is None:
-            self._sums = LayerSums(points.shape[-1], points.device)
-        end = num_counted * state.shape[1]
-        self._sums.update(points[:end] if indices is None else points[indices[indices < end]])
+            num_counted = max(loader_state.remainder - self._trainer.args.process_index * num_examples, 0)
+        for state in states:
+            points, indices = state.flatten(0, 1), tokens.indices_of(state)
+            if self._sums is None:
+                self._sums = LayerSums(points.shape[-1], points.device)
+            end = num_counted * state.shape[1]
+            self._sums.update(points[:end] if indices is None else points[indices[indices < end]])
+        return []
 
     def _add_measures(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the measures by names with the prefix of the metrics, such as `eval_`."""

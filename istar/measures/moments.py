@@ -10,6 +10,7 @@ from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
 from istar.measures.numerics import (
     accumulation_dtype,
+    block_size,
     check_one_per_point,
     check_points,
     full_precision,
@@ -18,18 +19,18 @@ from istar.measures.numerics import (
 
 
 class BatchMoments(NamedTuple):
-    """Moments of one batch of points; `third` and `fourth` are None if only mean and scatter were computed."""
+    """Moments of a batch of points, or of k batches of equal size; `third` and `fourth` may be missing."""
 
     size: Tensor
-    """Number of points, 0-d."""
+    """Number of points of each batch, 0-d or `(k,)`."""
     mean: Tensor
-    """Mean m, `(d,)`."""
+    """Mean m of each batch, `(d,)` or `(k, d)`."""
     scatter: Tensor
-    """Scatter matrix about the mean, `(d, d)`."""
+    """Scatter matrix about the mean, summed over the batches, `(d, d)`."""
     third: Tensor | None = None
-    """Sum of |x - m|^2 (x - m), `(d,)`."""
+    """Sum of |x - m|^2 (x - m) over one batch, `(d,)`."""
     fourth: Tensor | None = None
-    """Sum of |x - m|^4, 0-d."""
+    """Sum of |x - m|^4 over one batch, 0-d."""
 
 
 def mask_to_indices(mask: Tensor | None) -> Tensor | None:
@@ -78,10 +79,57 @@ def mean_and_scatter(
         UserError: in a second backward pass, if `matmul_dtype` is narrower than the dtype of M.
     """
     points, indices = _flatten_points(points, mask, indices)
-    num_points = len(points) if indices is None else len(indices)
-    count = torch.full((), num_points, dtype=accumulation_dtype(points.device), device=points.device)
-    mean, scatter = _MeanAndScatter.apply(points, indices, matmul_dtype)
-    return BatchMoments(count, mean, scatter)
+    size, means, scatter = _mean_and_scatter([points], indices, matmul_dtype)[:3]
+    return BatchMoments(size[0], means[0], scatter)
+
+
+def mean_and_scatter_of_layers(
+    layers: Sequence[Tensor], indices: Sequence[Tensor | None], matmul_dtype: torch.dtype | None = None
+) -> list[BatchMoments]:
+    """Compute `mean_and_scatter` of each layer, with fewer and larger operations for small layers, and on a GPU.
+
+    Consecutive layers of the same shape, dtype, device and indices, with or without gradients, are stacked, as many as
+    fit into a block of `istar.measures.numerics.block_size`. A GPU waits for the host in a step of a small model; the
+    twelve layers of BERT-base then take as many operations as two.
+
+    Args:
+        layers: points `(..., d)` of each layer.
+        indices: for each layer, the result of `mask_to_indices`; layers that share it are stacked.
+        matmul_dtype: as in `mean_and_scatter`.
+
+    Returns:
+        The moments of each block, for `merge_moments`.
+    """
+    blocks: list[tuple[list[Tensor], Tensor | None]] = []
+    for layer, layer_indices in zip(layers, indices, strict=True):
+        if blocks and _fits_block(layer, layer_indices, *blocks[-1]):
+            blocks[-1][0].append(layer)
+        else:
+            blocks.append(([layer], layer_indices))
+    return [_mean_and_scatter(block, block_indices, matmul_dtype) for block, block_indices in blocks]
+
+
+def _fits_block(layer: Tensor, indices: Tensor | None, block: list[Tensor], block_indices: Tensor | None) -> bool:
+    first = block[0]
+    # A layer without a gradient would cost a product in the backward pass for nothing.
+    is_alike = (layer.shape, layer.dtype, layer.device, layer.requires_grad) == (
+        first.shape,
+        first.dtype,
+        first.device,
+        first.requires_grad,
+    )
+    has_space = (len(block) + 1) * layer.numel() <= block_size(layer.device)
+    return is_alike and indices is block_indices and has_space
+
+
+def _mean_and_scatter(
+    layers: Sequence[Tensor], indices: Tensor | None, matmul_dtype: torch.dtype | None
+) -> BatchMoments:
+    """Return the moments of layers of the same shape, of which `indices` are the rows that count."""
+    flat_layers = [layer if layer.dim() == 2 else layer.reshape(-1, layer.shape[-1]) for layer in layers]
+    num_points, device = len(flat_layers[0]) if indices is None else len(indices), layers[0].device
+    sizes = torch.full((len(layers),), num_points, dtype=accumulation_dtype(device), device=device)
+    return BatchMoments(sizes, *_MeanAndScatter.apply(indices, matmul_dtype, *flat_layers))
 
 
 def _flatten_points(points: Tensor, mask: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -91,52 +139,60 @@ def _flatten_points(points: Tensor, mask: Tensor | None, indices: Tensor | None)
 
 
 class _MeanAndScatter(torch.autograd.Function):
-    """Autograd function of `mean_and_scatter`, for points `(n, d)` and the indices of those that count.
+    """Autograd function of `mean_and_scatter`, for k layers of points `(n, d)` and the indices of those that count.
 
-    Plain autograd would need two products in the backward pass, and would save a centered copy of the points. This
-    function needs one product, and saves only the points, which the model keeps anyway.
+    It returns the means `(k, d)` and the sum of the scatter matrices `(d, d)`. Plain autograd would need two products
+    in the backward pass, and would save a centered copy of the points. This function needs one product, and saves only
+    the points, which the model keeps anyway.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, points: Tensor, indices: Tensor | None, matmul_dtype: torch.dtype | None
+        ctx: Any, indices: Tensor | None, matmul_dtype: torch.dtype | None, *layers: Tensor
     ) -> tuple[Tensor, Tensor]:
-        with full_precision(points.device):
-            selected = _select_rows(points, indices)
+        device = layers[0].device
+        with full_precision(device):
+            points = _stack_rows(layers, indices)
+            num_layers, num_points, dim = points.shape
             dtype = torch.promote_types(points.dtype, torch.float32)
-            share = 1 / max(len(selected), 1)  # The mean of an empty batch is 0.
-            shift = selected.mean(0, dtype=dtype) if len(selected) else points.new_zeros(points.shape[1], dtype=dtype)
-            centered = selected - shift
-            factors = centered if matmul_dtype is None else centered.to(matmul_dtype)
+            share = 1 / max(num_points, 1)  # The mean of an empty batch is 0.
+            shifts = points.mean(1, dtype=dtype) if num_points else points.new_zeros(num_layers, dim, dtype=dtype)
+            centered = points - shifts[:, None]
+            factors = (centered if matmul_dtype is None else centered.to(matmul_dtype)).flatten(0, 1)
             scatter = _matmul(factors.T, factors, dtype)
-            # `shift` equals the mean only up to rounding; correct the mean and the scatter for the difference.
-            residual = centered.sum(0)
-            mean = shift.to(accumulation_dtype(points.device)).add(residual, alpha=share)
-            scatter.addr_(residual, residual, alpha=-share)
+            # `shifts` equal the means only up to rounding; correct the means and the scatter for the difference.
+            residuals = centered.sum(1)
+            means = shifts.to(accumulation_dtype(device)).add(residuals, alpha=share)
+            scatter.addmm_(residuals.T, residuals, alpha=-share)
         ctx.is_rounded = factors.dtype != dtype
         # Rounded factors take half the memory of float32 points, which a model under autocast does not keep itself.
-        ctx.save_for_backward(factors if ctx.is_rounded else points, indices, mean)
-        ctx.shape, ctx.dtype, ctx.share = points.shape, points.dtype, share
-        return mean, scatter
+        ctx.save_for_backward(indices, means, *([factors] if ctx.is_rounded else layers))
+        ctx.shape, ctx.dtype, ctx.share = (num_layers, *layers[0].shape), points.dtype, share
+        return means, scatter
 
     @staticmethod
-    def backward(ctx: Any, grad_mean: Tensor, grad_scatter: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_means: Tensor, grad_scatter: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_rounded and torch.is_grad_enabled():
             raise UserError("products in bfloat16 have no second derivative; use compute='float32'")
-        points, indices, mean = ctx.saved_tensors
+        indices, means, *saved = ctx.saved_tensors
         dtype = torch.promote_types(ctx.dtype, torch.float32)
-        with full_precision(points.device):
-            factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)
-            symmetric_grad = grad_scatter + grad_scatter.T
-            grad_mean = grad_mean.to(dtype)
-            if ctx.is_rounded:
-                gradient = _matmul(factors, symmetric_grad.to(factors.dtype), dtype).add_(grad_mean, alpha=ctx.share)
-            else:
-                gradient = torch.addmm(grad_mean, factors, symmetric_grad, beta=ctx.share)
-            gradient = gradient.to(ctx.dtype)
+        num_layers, _, dim = ctx.shape
+        with full_precision(means.device):
+            factors = (
+                saved[0] if ctx.is_rounded else (_stack_rows(saved, indices) - means.to(dtype)[:, None]).flatten(0, 1)
+            )
+            symmetric_grad = (grad_scatter + grad_scatter.T).to(factors.dtype)
+            gradient = _matmul(factors, symmetric_grad, dtype).view(num_layers, -1, dim)
+            gradient = gradient.add_(grad_means.to(dtype)[:, None], alpha=ctx.share).to(ctx.dtype)
             if indices is not None:
-                gradient = gradient.new_zeros(ctx.shape).index_copy(0, indices, gradient)
-        return gradient, None, None
+                gradient = gradient.new_zeros(ctx.shape).index_copy(1, indices, gradient)
+        return None, None, *gradient.unbind()
+
+
+def _stack_rows(layers: Sequence[Tensor], indices: Tensor | None) -> Tensor:
+    """Return the rows of layers `(n, d)` at the indices, or all, as `(k, rows, d)`; a view of a single layer."""
+    selected = [_select_rows(layer, indices) for layer in layers]
+    return selected[0][None] if len(selected) == 1 else torch.stack(selected)
 
 
 def _select_rows(points: Tensor, indices: Tensor | None) -> Tensor:
@@ -186,7 +242,7 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
 
     It needs one pass over each scatter matrix. Batches of different dimensions raise `UserError`.
     """
-    widths = sorted({batch.mean.shape[0] for batch in batches})
+    widths = sorted({batch.scatter.shape[0] for batch in batches})
     if len(widths) > 1:
         raise UserError(f"the layers have {widths} dimensions; expected the same in all, so choose other layers")
     if batches[0].fourth is not None:
@@ -194,8 +250,8 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
         for batch in batches:
             merged.add_batch(batch)
         return merged
-    counts = torch.stack([batch.size for batch in batches])
-    means = torch.stack([batch.mean for batch in batches])
+    counts = torch.cat([batch.size.reshape(-1) for batch in batches])
+    means = torch.cat([batch.mean.reshape(-1, widths[0]) for batch in batches])
     moments = Moments(widths[0], means.device)
     narrowest = max(torch.finfo(batch.scatter.dtype).eps for batch in batches)
     moments.epsilon = moments.epsilon.clamp(min=narrowest)

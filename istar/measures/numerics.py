@@ -163,9 +163,13 @@ def split_rows(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def block_length(rows: Tensor) -> int:
-    """Return the number of rows per block, at least 1, of at most `BLOCK` (CPU) or `BLOCK_ON_DEVICES` numbers."""
-    block_size = BLOCK if rows.device.type == "cpu" else BLOCK_ON_DEVICES
-    return max(1, block_size // max(1, rows.shape[1:].numel()))
+    """Return the number of rows per block, at least 1, of at most `block_size` numbers."""
+    return max(1, block_size(rows.device) // max(1, rows.shape[1:].numel()))
+
+
+def block_size(device: torch.device) -> int:
+    """Return the number of numbers per block on a device: `BLOCK` on a CPU, otherwise `BLOCK_ON_DEVICES`."""
+    return BLOCK if device.type == "cpu" else BLOCK_ON_DEVICES
 
 
 def upcast_blocks(rows: Tensor) -> Iterator[Tensor]:

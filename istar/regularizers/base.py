@@ -189,9 +189,9 @@ class Terms(NamedTuple):
 class Penalty(nn.Module, ABC):
     """A penalty on hidden states, used like any loss: `loss = task_loss + penalty(hidden_states, attention_mask)`.
 
-    The points of all selected layers form one cloud. The penalty is computed in two steps: `summarize` reduces each
-    layer to a few sums over its points, and `combine` computes the weighted penalty of the union of all layers from
-    these sums. Layers can therefore be summarized one by one, as soon as the model computes them.
+    The points of all selected layers form one cloud. The penalty is computed in two steps: `summarize` reduces layers
+    to a few sums over their points, and `combine` computes the weighted penalty of the union of all layers from these
+    sums. Layers can therefore be summarized a few at a time, as soon as the model has computed them.
 
     A subclass is a dataclass of its options. It implements `summarize_points` and `score`. Only the weight and the
     options of subclasses can be given by position.
@@ -309,8 +309,8 @@ class Penalty(nn.Module, ABC):
         selected = select_layers(hidden_states, self.layers)
         if self.weight == 0:
             return torch.zeros((), device=selected[0].device)
-        tokens = Tokens(attention_mask, labels=labels)
-        return self.combine([self.summarize(state, tokens) for state in selected])
+        tokens = Tokens(None if self.include_padding else attention_mask, labels=labels)
+        return self.combine(self.summarize(selected, tokens))
 
     def reset(self, keep_shrinkage_covariance: bool = False) -> None:
         """Forget what an earlier training has left: the kept score, the counts and Sigma_S."""
@@ -347,9 +347,15 @@ class Penalty(nn.Module, ABC):
             self.kept_score, self.kept_batches = torch.where(is_counted, updated_mean, previous_mean), count
         return self.kept_score.to(score)
 
-    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
-        """Check the hidden state of a layer, `(batch, tokens, d)`, and reduce it to the sums that `score` needs."""
-        tokens = Tokens() if self.include_padding else tokens
+    def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
+        """Check the hidden states of layers, `(batch, tokens, d)` each, and reduce them to the sums of `score`.
+
+        There may be fewer results than layers, if several layers share one.
+        """
+        return [self.summarize_layer(state, tokens) for state in hidden_states]
+
+    def summarize_layer(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+        """Check the hidden state of a layer, `(batch, tokens, d)`, and reduce it to the sums of `score`."""
         indices = tokens.indices_of(hidden_state)
         with without_autocast(hidden_state.device):
             return self.summarize_points(hidden_state.flatten(0, -2), indices)

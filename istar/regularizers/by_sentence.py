@@ -75,18 +75,24 @@ class SentenceEstimator(Estimator):
     min_sequences = MIN_SENTENCES
     may_exceed_1 = True
 
-    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> SentencePoints:
-        """Return the points of a hidden state `(batch, tokens, d)` with their sentences.
+    def summarize(
+        self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens
+    ) -> list[SentencePoints]:
+        """Return the points of each hidden state `(batch, tokens, d)` with their sentences.
 
         Raises:
             UserError: for hidden states of another shape, which have no sentences.
         """
-        if hidden_state.dim() != 3:
-            raise UserError(
-                "the score by sentence needs the tokens of sentences; expected hidden states (batch, tokens, d), not "
-                f"{tuple(hidden_state.shape)}"
-            )
-        return SentencePoints(hidden_state.flatten(0, 1), indices, tokens.documents_of(hidden_state))
+        for state in hidden_states:
+            if state.dim() != 3:
+                raise UserError(
+                    "the score by sentence needs the tokens of sentences; expected hidden states (batch, tokens, d), "
+                    f"not {tuple(state.shape)}"
+                )
+        return [
+            SentencePoints(state.flatten(0, 1), rows, tokens.documents_of(state))
+            for state, rows in zip(hidden_states, indices, strict=True)
+        ]
 
     def estimate(
         self,

@@ -62,4 +62,4 @@ def cosine_penalty(hidden_states: Sequence[Tensor], attention_mask: Tensor | Non
     if not hidden_states:
         raise UserError("no hidden states were given; expected at least one layer")
     penalty, tokens = CosReg(1.0, sync=False), Tokens(attention_mask)
-    return penalty.score([penalty.summarize(state, tokens) for state in hidden_states]).value
+    return penalty.score(penalty.summarize(hidden_states, tokens)).value

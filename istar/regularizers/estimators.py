@@ -1,7 +1,7 @@
 r"""Estimators of IsoScore for `IStar`: the paper's IsoScore\*, its form within classes, and the unbiased score.
 
 `istar.regularizers.by_sentence` has one more, with the same interface. An estimator computes the score in two steps.
-First, each layer is reduced to sums over its points, such as the mean and the scatter matrix. The backward pass of
+First, layers are reduced to sums over their points, such as the mean and the scatter matrix. The backward pass of
 `istar.measures.moments.mean_and_scatter` is one matrix product. Second, the sums of the layers are merged and scored by
 ordinary autograd operations on a few matrices `(d, d)`.
 """
@@ -22,7 +22,7 @@ from istar.measures.isoscores import (
     unchecked_isoscore_unbiased,
     unchecked_shrinkage_intensity,
 )
-from istar.measures.moments import BatchMoments, Moments, fourth_moments, mean_and_scatter, merge_moments
+from istar.measures.moments import BatchMoments, Moments, fourth_moments, mean_and_scatter_of_layers, merge_moments
 from istar.measures.numerics import is_rounding
 from istar.regularizers.points import Tokens
 
@@ -49,12 +49,12 @@ class Estimator(ABC):
     """Whether the score can be above 1."""
 
     @abstractmethod
-    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> Any:
-        """Reduce the hidden state of a layer to sums over its points.
+    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
+        """Reduce the hidden states of layers to sums over their points.
 
         Args:
-            hidden_state: `(batch, tokens, d)` or `(n, d)`.
-            indices: rows of the hidden state, flattened to `(n, d)`, that are points; None for all rows.
+            hidden_states: `(batch, tokens, d)` or `(n, d)` for each layer.
+            indices: for each layer, the rows of the hidden state, flattened to `(n, d)`, that are points; None for all.
             tokens: the tokens of the forward pass.
         """
 
@@ -86,9 +86,9 @@ class ShrinkageEstimator(Estimator):
         self.measure = "isoscore_star" if zeta > 0 else "isoscore"
         self.matmul_dtype = matmul_dtype
 
-    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> Any:
-        """Return the count, mean and scatter matrix of the points."""
-        return mean_and_scatter(hidden_state.flatten(0, -2), matmul_dtype=self.matmul_dtype, indices=indices)
+    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
+        """Return the sizes, means and scatter matrices of blocks of layers."""
+        return list(mean_and_scatter_of_layers(hidden_states, indices, self.matmul_dtype))
 
     def estimate(
         self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
@@ -123,10 +123,14 @@ class ClassEstimator(ShrinkageEstimator):
     Arguments are as in `ShrinkageEstimator`.
     """
 
-    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> Any:
-        """Return the count and mean of each class, and the scatter matrix within classes."""
-        labels, num_classes = tokens.classes_of(hidden_state)
-        return class_means_and_scatter(hidden_state.flatten(0, -2), labels, num_classes, self.matmul_dtype, indices)
+    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
+        """Return, for each layer, the count and mean of each class, and the scatter matrix within classes."""
+        return [
+            class_means_and_scatter(
+                state.flatten(0, -2), *tokens.classes_of(state), matmul_dtype=self.matmul_dtype, indices=rows
+            )
+            for state, rows in zip(hidden_states, indices, strict=True)
+        ]
 
     def estimate(
         self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
@@ -145,9 +149,9 @@ class ClassEstimator(ShrinkageEstimator):
 class FourthMomentEstimator(Estimator):
     """An estimator that needs the fourth moment of the points, too."""
 
-    def summarize(self, hidden_state: Tensor, indices: Tensor | None, tokens: Tokens) -> BatchMoments:
-        """Return the count, mean, scatter matrix and fourth moment of the points."""
-        return fourth_moments(hidden_state.flatten(0, -2), indices=indices)
+    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
+        """Return the count, mean, scatter matrix and fourth moment of the points of each layer."""
+        return [fourth_moments(state, indices=rows) for state, rows in zip(hidden_states, indices, strict=True)]
 
 
 class AutomaticShrinkageEstimator(FourthMomentEstimator):

@@ -148,15 +148,16 @@ class IStar(Penalty):
         if not keep_shrinkage_covariance:
             self.shrinkage_covariance = None
 
-    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+    def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
-        indices = (Tokens() if self.include_padding else tokens).indices_of(hidden_state)
-        with without_autocast(hidden_state.device):
-            return self._estimator.summarize(hidden_state, indices, tokens)
+        indices = [tokens.indices_of(state) for state in hidden_states]
+        with without_autocast(hidden_states[0].device):
+            return self._estimator.summarize(hidden_states, indices, tokens)
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
-        return self._estimator.summarize(points, indices, Tokens())
+        [summary] = self._estimator.summarize([points], [indices], Tokens())
+        return summary
 
     def score(self, summaries: Sequence[Any]) -> Terms:
         estimate = self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)

@@ -12,6 +12,7 @@ the hidden states. Its expected cosine with the gradient of I-STAR is 0, with a 
 paper.
 """
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -40,15 +41,19 @@ class RandomDirection(IStar):
         super().__post_init__()
         self._rotation: Tensor | None = None
 
-    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
-        """Summarize a hidden state as `IStar` does, with a rotation of its gradients in the backward pass."""
+    def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
+        """Summarize hidden states as `IStar` does, with a rotation of their gradients in the backward pass."""
+        rotated = [_RotateGradient.apply(state, self._rotation_for(state)) for state in hidden_states]
+        return super().summarize(rotated, tokens)
+
+    def _rotation_for(self, hidden_state: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden_state.dtype, torch.float32)
         d, rotation = hidden_state.shape[-1], self._rotation
         if rotation is None or (len(rotation), rotation.dtype, rotation.device) != (d, dtype, hidden_state.device):
             # The rotation is kept between steps, because computing it takes O(d^3) time.
             with torch.inference_mode(False):  # Training would refuse a tensor of inference mode.
                 self._rotation = rotation = random_rotation(d, self.seed).to(hidden_state.device, dtype)
-        return super().summarize(_RotateGradient.apply(hidden_state, rotation), tokens)
+        return rotation
 
 
 def random_rotation(d: int, seed: int) -> Tensor:

@@ -236,12 +236,8 @@ class Tokens:
                 the points depend on.
         """
         self._check_hidden_state(hidden_state)
+        self.prepare(hidden_state)
         shape = hidden_state.shape[:-1]
-        if shape not in self._indices:
-            indices = mask_to_indices(self._compute_point_mask(hidden_state))
-            if self.sample is not None:
-                indices = self.sample.choose(indices, shape.numel(), hidden_state.device)
-            self._indices[shape] = indices
         indices, ratio = self._indices[shape], self.points.max_norm_ratio
         if ratio is None:
             return indices
@@ -251,6 +247,20 @@ class Tokens:
             num_before = shape.numel() if indices is None else len(indices)
             self.num_left_out += num_before - len(kept_indices)
         return kept_indices
+
+    def prepare(self, hidden_state: Tensor) -> None:
+        """Compute the indices that all hidden states of the shape of this one share, as `indices_of` does.
+
+        On a GPU, this waits for the device, which takes the less time the earlier in the forward pass it is done.
+        """
+        shape = hidden_state.shape[:-1]
+        if shape in self._indices:
+            return
+        self._check_hidden_state(hidden_state)
+        indices = mask_to_indices(self._compute_point_mask(hidden_state))
+        if self.sample is not None:
+            indices = self.sample.choose(indices, shape.numel(), hidden_state.device)
+        self._indices[shape] = indices
 
     def classes_of(self, hidden_state: Tensor) -> tuple[Tensor, int]:
         """Return the class of each row of a hidden state flattened to `(n, d)`, `(n,)`, and the number of classes.

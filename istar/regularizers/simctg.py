@@ -54,12 +54,11 @@ class SimCtg(Penalty):
         if not -1 <= self.margin <= 1:
             raise OptionError(f"margin={self.margin:g}; expected a number from -1 to 1")
 
-    def summarize(self, hidden_state: Tensor, tokens: Tokens) -> Any:
+    def summarize_layer(self, hidden_state: Tensor, tokens: Tokens) -> Any:
         """Reduce the hidden state of a layer, `(batch, tokens, d)`, to sums over the pairs of each sequence."""
         if hidden_state.dim() != 3:
             shape = tuple(hidden_state.shape)
             raise UserError(f"SimCTG compares the tokens of sequences; expected (batch, tokens, d), not {shape}")
-        tokens = Tokens() if self.include_padding else tokens
         indices = tokens.indices_of(hidden_state)
         is_point = torch.ones(hidden_state.shape[:2], dtype=torch.bool, device=hidden_state.device)
         if indices is not None:

@@ -248,7 +248,7 @@ def test_each_row_is_what_the_block_computes_and_a_penalty_reads_the_same(name: 
     rows = list(states.values())
     assert all(not torch.allclose(one, other, atol=1e-3) for one, other in itertools.pairwise(rows))
     # The penalty's last layer is the one after the final norm.
-    reader = HiddenStateReader(model, "with_embeddings", lambda state, tokens: state, lambda: True)
+    reader = HiddenStateReader(model, "with_embeddings", lambda states, tokens: [*states], lambda: True)
     with torch.no_grad():
         model(**inputs, use_cache=False)
     penalized = reader.take()

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
 from istar.measures import FourthMoments, Moments, isoscore
-from istar.measures.moments import fourth_moments, mean_and_scatter, merge_moments
+from istar.measures.moments import fourth_moments, mean_and_scatter, mean_and_scatter_of_layers, merge_moments
 from istar.measures.numerics import full_precision
 from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin, third_and_fourth
 
@@ -309,6 +309,46 @@ def test_empty_clouds_are_no_part_of_a_union(function):
     )
     empty_union = merge_moments([moments_of_no_points, moments_of_masked])
     assert (empty_union.count, empty_union.mean.any(), empty_union.scatter.any()) == (0, False, False)
+
+
+ROWS = [None, torch.tensor([0, 2, 5])]
+CHANGES = {
+    "alike": lambda layers, rows: (layers, [rows] * 4),
+    "of several shapes": lambda layers, rows: ([layers[0], layers[1][:6], layers[2][:6], layers[3]], [rows] * 4),
+    "of several dtypes": lambda layers, rows: ([layers[0].float(), *layers[1:]], [rows] * 4),
+    "with rows of their own": lambda layers, rows: (layers, [rows, torch.tensor([1, 3]), rows, torch.tensor([4])]),
+    "partly without gradients": lambda layers, rows: ([layers[0].detach(), *layers[1:]], [rows] * 4),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=["all", "some rows"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_stacked_layers_have_the_union_and_the_gradients_of_single_ones(change, rows):
+    layers, indices = change([(cloud(8, 3, seed=i) + 10 * i).requires_grad_() for i in range(4)], rows)
+    values_and_gradients = []
+    for summarize in (
+        mean_and_scatter_of_layers,
+        lambda layers, indices: [
+            mean_and_scatter(layer, indices=kept) for layer, kept in zip(layers, indices, strict=True)
+        ],
+    ):
+        leaves = [layer.detach().requires_grad_(layer.requires_grad) for layer in layers]
+        union = merge_moments(summarize(leaves, indices))
+        (union.scatter.square().sum() + union.mean.square().sum()).backward()
+        values_and_gradients.append([union.count, union.mean, union.scatter, *(leaf.grad for leaf in leaves)])
+    for stacked, single in zip(*values_and_gradients, strict=True):
+        assert_close(stacked, single, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=["all", "some rows"])
+def test_stacked_layers_have_the_derivatives_of_finite_differences(rows):
+    def statistics(*layers):
+        [block] = mean_and_scatter_of_layers(layers, [rows] * 3)
+        return block.mean, block.scatter
+
+    layers = [cloud(6, 2, seed=i).requires_grad_() for i in range(3)]
+    assert torch.autograd.gradcheck(statistics, layers)
+    assert torch.autograd.gradgradcheck(statistics, layers, fast_mode=True)
 
 
 def test_a_point_far_off_costs_the_others_no_digits_in_bfloat16():

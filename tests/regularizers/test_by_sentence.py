@@ -152,7 +152,7 @@ def test_packed_documents_are_sentences(kind):
     token_mask = (may_attend[:, 0].diagonal(dim1=1, dim2=2)).long()
     tokens = Tokens(may_attend) if kind == "mask" else Tokens(token_mask, position_ids=positions)
     penalty = make_penalty()
-    value = penalty.combine([penalty.summarize(state, tokens) for state in packed_states])
+    value = penalty.combine(penalty.summarize(packed_states, tokens))
     assert_close(value, naive_penalty(layers, LENGTHS), **CLOSE)
 
 
@@ -162,7 +162,7 @@ def test_several_passes_have_different_sentences():
     summaries = []
     for layers in (first, second):
         tokens = Tokens()
-        summaries += [penalty.summarize(state, tokens) for state in layers]
+        summaries += penalty.summarize(layers, tokens)
     points = torch.cat([state.flatten(0, 1) for state in (*first, *second)])
     sentence_indices = [torch.arange(2).repeat_interleave(4)] * 3 + [2 + torch.arange(3).repeat_interleave(2)] * 3
     assert_close(penalty.combine(summaries), 1 - naive_score(points, torch.cat(sentence_indices)), **CLOSE)
@@ -174,7 +174,7 @@ def test_layers_may_leave_out_different_points():
     layers[2][0, 1] *= 100
     tokens = Tokens(LENGTHS, Points(max_norm_ratio=20))
     penalty = make_penalty()
-    value = penalty.combine([penalty.summarize(state, tokens) for state in layers])
+    value = penalty.combine(penalty.summarize(layers, tokens))
     masks = [LENGTHS.bool().clone() for _ in layers]
     masks[1][2] = False
     masks[2][0, 1] = False

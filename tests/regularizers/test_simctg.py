@@ -78,7 +78,7 @@ def test_only_the_chosen_tokens_are_pairs():
     labels = torch.where(HOLES.bool(), 5, -100)
     penalty = SimCtg(1.0)
     tokens = Tokens(points=istar.Points("completion"), labels=labels)
-    value = penalty.combine([penalty.summarize(states()[1], tokens)])
+    value = penalty.combine(penalty.summarize(states()[1:2], tokens))
     assert_close(value, naive_simctg(states()[1:], HOLES), **CLOSE)
 
 
@@ -86,7 +86,7 @@ def test_only_the_chosen_tokens_are_pairs():
     ("call", "message"),
     [
         (lambda: SimCtg(1.0, margin=2.0), "margin=2"),
-        (lambda: SimCtg(1.0).summarize(torch.ones(3, 4), Tokens()), r"expected \(batch, tokens, d\), not \(3, 4\)"),
+        (lambda: SimCtg(1.0).summarize([torch.ones(3, 4)], Tokens()), r"expected \(batch, tokens, d\), not \(3, 4\)"),
     ],
 )
 def test_bad_input_is_refused(call, message):
@@ -97,5 +97,5 @@ def test_bad_input_is_refused(call, message):
 def test_points_alone_are_the_tokens_of_one_sequence():
     points = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     indices, penalty = torch.tensor([0, 2, 5]), SimCtg(1.0)
-    expected = penalty.score([penalty.summarize(points[None, indices], Tokens())]).value
+    expected = penalty.score(penalty.summarize([points[None, indices]], Tokens())).value
     assert_close(penalty.score([penalty.summarize_points(points, indices)]).value, expected, **CLOSE)
