@@ -108,8 +108,7 @@ def make_unused_plot(models: Sequence[ModelEmbeddings]) -> Plot:
     for order, title in title_by_order.items():
         lines = []
         for model in models:
-            bins = model.unused_similarity
-            bins = bins if bins.empty else bins[bins["order"] == order]
+            bins = model.unused_similarity[model.unused_similarity["order"] == order]
             if len(bins):
                 indices = tuple((bins["first"].astype(int) // token_frequencies.BIN_SIZE).astype(float))
                 lines.append(Line(model.label, indices, tuple(bins["cosine_raw"])))
@@ -175,30 +174,15 @@ def _get_only_label(lines: Sequence[Line]) -> str:
 
 
 def _make_density_lines(norms_by_label: dict[str, np.ndarray]) -> list[Line]:
-    """Return lines with the densities of norms; skip norms that are all equal or fewer than 2."""
+    """Return lines with the densities of norms; skip norms that are all equal or fewer than 2.
+
+    A density ends three bandwidths beyond the smallest and the largest norm, but not below 0.
+    """
     lines = []
     for label, norms in norms_by_label.items():
         if len(norms) >= 2 and not is_constant(norms):
-            positions, density = estimate_density(norms)
-            lines.append(Line(label, tuple(positions.tolist()), tuple(density.tolist())))
+            kernel = scipy.stats.gaussian_kde(norms)  # with Scott's bandwidth
+            margin = 3 * float(np.sqrt(kernel.covariance[0, 0]))
+            positions = np.linspace(max(0.0, norms.min() - margin), norms.max() + margin, _DENSITY_POINTS)
+            lines.append(Line(label, tuple(positions.tolist()), tuple(kernel(positions).tolist())))
     return lines
-
-
-def estimate_density(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    r"""Estimate the density of nonnegative numbers by Gaussian kernels.
-
-    .. math:: \hat f(x) = \frac{1}{n h} \sum_i \varphi\left(\frac{x - v_i}{h}\right), \quad h = s n^{-1/5},
-
-    where :math:`\varphi` is the standard normal density and s the standard deviation (ddof = 1): Scott's bandwidth.
-
-    Args:
-        values: `(n,)`, for example norms, not all equal.
-
-    Returns:
-        Evenly spaced positions from three bandwidths below the smallest value, but not below 0, to three above the
-        largest, and the density at each, per unit of the values.
-    """
-    kernel = scipy.stats.gaussian_kde(values)
-    margin = 3 * float(np.sqrt(kernel.covariance[0, 0]))
-    positions = np.linspace(max(0.0, values.min() - margin), values.max() + margin, _DENSITY_POINTS)
-    return positions, kernel(positions)

@@ -43,6 +43,8 @@ PAPER_FORMS = ("raw", "centered", "all_but_the_top")
 """The forms in Table 1 of *Too Much in Common*."""
 WORDSIM_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top")
 """The forms of Table 2 of *Too Much in Common*, in its order."""
+SIMILARITY_COLUMNS = ["benchmark", "form", "policy", "pairs", *wordsim.WordSimilarity._fields]
+"""Columns of the table of correlations with human ratings."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,9 @@ def measure_embeddings(
         label=model.default_label,
         metadata={**make_metadata(model.config, matrix), "components": settings.components},
         measures_by_form={form: measures_by_form[form] for form in settings.measured_forms},
-        word_similarity=pd.DataFrame(similarity_rows),
+        word_similarity=pd.DataFrame(similarity_rows, columns=SIMILARITY_COLUMNS),
         notes=notes,
-        unused_similarity=unused_similarity.drop(columns="ids", errors="ignore"),
+        unused_similarity=unused_similarity.drop(columns="ids"),
         token_frequencies=(
             pd.DataFrame() if counts is None
             else token_frequencies.make_token_table(counts, tokens, norms_by_form["raw"])

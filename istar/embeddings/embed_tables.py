@@ -23,13 +23,6 @@ FORM_NAMES = {
     "all_but_the_top_published": "post-processed, as published in 2018",
 }
 """Names of the forms in tables, similar to the paper's."""
-PAPER_FORM_NAMES = {
-    "raw": "raw",
-    "centered": "centered",
-    "scaled_centered": "centered_scaled",
-    "all_but_the_top": "post_processed",
-}
-"""Name of a form in the paper's tables, by its name in `istar.embeddings.embed_models.FORM_FUNCTIONS`."""
 BENCHMARK_TITLES = {
     "men": "MEN",
     "rw": "RW",
@@ -88,7 +81,7 @@ def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
         measured |= {column: measures["raw"][name] for column, name in _NORM_MEASURES.items()}
         rows.append({"model": model.label, "source": "istar", **measured})
         rows.append({"model": model.label, "source": "both signs", **both_signs})
-        published = dict(read_published_table("table1", "model").get(_find_paper_model(model), {}))
+        published = dict(read_published_table("table1", "model").get(find_paper_model(model), {}))
         if model.metadata["components"] is not None:
             published.pop("isotropy_post_processed", None)
         rows += _make_published_rows({"model": model.label}, measured, published)
@@ -98,26 +91,26 @@ def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
 def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
     """Return Table 2 of *Too Much in Common*: the average word similarity of each model and form.
 
-    The table also has the difference of each form from the raw matrix, and the published numbers.
+    The average over the benchmarks is of 100 times Pearson's r with the ratings. The table also has the difference of
+    each form from the raw matrix, and the published numbers.
     """
     rows: list[dict[str, Any]] = []
     for model in models:
-        similarity = model.word_similarity
-        benchmarks = set() if similarity.empty else set(similarity["benchmark"])
+        benchmarks = set(model.word_similarity["benchmark"])
         # The first form is raw.
         raw: Mapping[str, float] = {}
         published_raw: Mapping[str, float] = {}
-        for form, averages in average_similarity(model).items():
+        for form, form_rows in model.word_similarity.groupby("form", sort=False):
+            # A benchmark with an undefined correlation makes the average NaN.
+            averages = {score: 100 * float(form_rows[f"{score}_pearson"].mean(skipna=False)) for score in _SCORES}
             raw = raw or averages
             names = {"model": model.label, "form": form}
             measured = _add_gains(averages, raw)
             rows.append({**names, "source": "istar", **measured, "benchmarks": len(benchmarks)})
             published: Mapping[str, float] = {}
             if benchmarks == set(BENCHMARK_TITLES):
-                paper_model = _find_wordsim_paper_model(model, form)
-                published = read_published_table("table2", "model", "variant").get(
-                    (paper_model, PAPER_FORM_NAMES.get(form)), {}
-                )
+                paper_key = (_find_wordsim_paper_model(model, str(form)), form)
+                published = read_published_table("table2", "model", "variant").get(paper_key, {})
             published_raw = published_raw or published
             rows += _make_published_rows(names, measured, _add_gains(published, published_raw))
     frame = pd.DataFrame(rows)
@@ -129,32 +122,18 @@ def make_table2(models: Sequence[ModelEmbeddings]) -> Sheet:
     return _make_embedding_sheet("table2", frame, "{:.2f}", _describe_left_out(models), is_bold)
 
 
-def average_similarity(model: ModelEmbeddings) -> dict[str, dict[str, float]]:
-    """Return the average over the benchmarks of 100 times Pearson's r with the ratings, by form and score.
-
-    A benchmark with an undefined correlation makes the average NaN. Without benchmarks, the result is empty.
-    """
-    if model.word_similarity.empty:
-        return {}
-    return {
-        str(form): {score: 100 * float(rows[f"{score}_pearson"].mean(skipna=False)) for score in _SCORES}
-        for form, rows in model.word_similarity.groupby("form", sort=False)
-    }
-
-
 def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
     """Return Table 3 of *Too Much in Common*: the word similarity of each model and form on each benchmark."""
     rows: list[dict[str, Any]] = []
     for model in models:
-        for form in average_similarity(model):
-            form_rows = model.word_similarity[model.word_similarity["form"] == form]
+        for form, form_rows in model.word_similarity.groupby("form", sort=False):
             measured: dict[str, float] = {}
             published: dict[str, float] = {}
-            paper_key = _find_wordsim_paper_model(model, form), PAPER_FORM_NAMES.get(form)
+            paper_model = _find_wordsim_paper_model(model, str(form))
             published_by_key = read_published_table("table3", "model", "variant", "benchmark")
             for row in form_rows.to_dict("records"):
                 name = str(row["benchmark"])
-                paper_scores = published_by_key.get((*paper_key, name), {})
+                paper_scores = published_by_key.get((paper_model, form, name), {})
                 for score in ("inner_product", "cosine"):
                     measured[f"{name}/{score}"] = 100 * row[f"{score}_pearson"]
                 published |= {f"{name}/{score}": value for score, value in paper_scores.items()}
@@ -179,8 +158,7 @@ def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
     tables = {"words": words, **{f"tokens of {model.label}": model.token_frequencies for model in models}}
     for unit, table in tables.items():
         counts = {
-            str(share): token_frequencies.count_needed(table["cumulative_share"], share)
-            for share in token_frequencies.TEXT_SHARES
+            str(share): token_frequencies.count_needed(table["cumulative_share"], share) for share in TOKENS_BY_SHARE
         }
         rows.append({"unit": unit, "different": len(table), "occurrences": int(table["count"].sum()), **counts})
     published = {str(share): count for share, count in TOKENS_BY_SHARE.items()}
@@ -190,7 +168,7 @@ def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) 
         [Entry(str(unit)), *(Entry("" if math.isnan(count) else f"{count:,.0f}", number=True) for count in counts)]
         for unit, *counts in frame.itertuples(index=False)
     ]
-    share_headers = [f"for {share:.0%}\nof the text" for share in token_frequencies.TEXT_SHARES]
+    share_headers = [f"for {share:.0%}\nof the text" for share in TOKENS_BY_SHARE]
     header = ("unit", "different", "occurrences", *share_headers)
     texts = _TABLE_TEXTS["figure4_coverage"]
     return Sheet("figure4_coverage", texts["title"], texts["caption"], header, {"": entries}, frame)
@@ -210,17 +188,23 @@ def _make_published_rows(
     return [{**names, "source": "paper", **published}, {**names, "source": "difference", **differences}]
 
 
-def _find_paper_model(model: ModelEmbeddings) -> str:
-    """Return the model's name in *Too Much in Common*; empty if the paper lacks its embedding matrix."""
-    is_same_matrix = model.metadata["matrix"] == "input" or model.metadata["tied"]
-    return find_paper_model(model.label, model.metadata["model"]) if is_same_matrix else ""
+def find_paper_model(model: ModelEmbeddings) -> str:
+    """Return the model's name in *Too Much in Common*; empty if the paper lacks its embedding matrix.
+
+    The paper's name is either the model's label or the last part of its hub id or path.
+    """
+    if model.metadata["matrix"] == "output" and not model.metadata["tied"]:
+        return ""
+    paper_models = read_published_table("table1", "model")
+    candidates = (model.label, shorten_model_name(model.metadata["model"]))
+    return next((candidate for candidate in candidates if candidate in paper_models), "")
 
 
 def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
     """Return the model's name in *Too Much in Common*; empty if its word similarity was measured differently."""
     has_other_components = form == "all_but_the_top" and model.metadata["components"] is not None
     is_other_policy = set(model.word_similarity["policy"]) != {"single_token"}
-    return "" if has_other_components or is_other_policy else _find_paper_model(model)
+    return "" if has_other_components or is_other_policy else find_paper_model(model)
 
 
 def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
@@ -303,15 +287,6 @@ def _format_number(value: float, number_format: str, is_signed: bool) -> str:
     if math.isnan(value):
         return "\u2013"
     return f"{'+' if is_signed and value > 0 else ''}{number_format.format(value)}"
-
-
-def find_paper_model(label: str, name: str) -> str:
-    """Return the name of a model in *Too Much in Common*; empty if the model is not in the paper.
-
-    The paper's name is either the model's label or the last part of its hub id or path.
-    """
-    paper_models = read_published_table("table1", "model")
-    return next((candidate for candidate in (label, shorten_model_name(name)) if candidate in paper_models), "")
 
 
 @cache

@@ -17,8 +17,6 @@ from istar.inputs.corpus import Source
 from istar.inputs.tokenizing import tokenize_parts
 from istar.measures.numerics import unit_vectors, upcast_blocks
 
-TEXT_SHARES = (0.3, 0.5, 0.98)
-"""Shares of a text in section 2.2 of *Too Much in Common*, which counts the tokens that make them up."""
 _WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
 BIN_SIZE = 1_000
 """Number of tokens in a bin, as in Figure 3 of *Too Much in Common*."""
@@ -103,18 +101,17 @@ def make_bins(tokens: Sequence[str | None], special_ids: set[int], counts: np.nd
         counts: number of occurrences of each token, `(rows,)`; None if unknown.
 
     Returns:
-        A row for each nonempty bin, with its token `ids`; empty without unused tokens.
+        A row for each nonempty bin, with its token `ids`; no rows without unused tokens.
     """
     unused_ids = find_unused_tokens(tokens)
     excluded = special_ids.union(unused_ids)
     used_ids = [token_id for token_id, token in enumerate(tokens) if token is not None and token_id not in excluded]
-    rows: list[dict[str, Any]] = []
+    rows = []
     for order, first, last, ids in _iterate_bins(np.array(used_ids, dtype=int), counts) if unused_ids else ():
         if len(ids):
             occurrences = None if counts is None else int(counts[ids].sum())
-            row = {"order": order, "first": first, "last": last, "tokens": len(ids), "occurrences": occurrences}
-            rows.append({**row, "ids": ids})
-    return pd.DataFrame(rows)
+            rows.append((order, first, last, len(ids), occurrences, ids))
+    return pd.DataFrame(rows, columns=["order", "first", "last", "tokens", "occurrences", "ids"])
 
 
 def _iterate_bins(

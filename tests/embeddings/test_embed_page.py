@@ -160,7 +160,7 @@ def test_undefined_correlations_are_explained(folder: Path, tmp_path: Path) -> N
 def test_the_papers_tables_agree_with_each_other() -> None:
     """Table 2 averages Table 3 over the five benchmarks."""
     for model in ("bert-base-cased", "bert-large-cased", "roberta-base", "roberta-large", "gpt2", "gpt2-medium"):
-        for form in ("raw", "centered_scaled", "post_processed"):
+        for form in ("raw", "scaled_centered", "all_but_the_top"):
             table2 = embed_tables.read_published_table("table2", "model", "variant")
             table3 = embed_tables.read_published_table("table3", "model", "variant", "benchmark")
             rows = [table3[model, form, name] for name in embed_tables.BENCHMARK_TITLES]
@@ -169,10 +169,13 @@ def test_the_papers_tables_agree_with_each_other() -> None:
                 assert table2[model, form][score] == pytest.approx(mean, abs=0.0101)
 
 
-def test_which_models_are_the_papers() -> None:
-    assert embed_tables.find_paper_model("x", "openai-community/gpt2") == "gpt2"
-    assert embed_tables.find_paper_model("roberta-large", "folder/model") == "roberta-large"
-    assert embed_tables.find_paper_model("x", "openai-community/gpt2-xl") == ""
+def test_which_models_are_the_papers(tiny: ModelEmbeddings) -> None:
+    def find(label: str, name: str) -> str:
+        return embed_tables.find_paper_model(replace(tiny, label=label, metadata={**tiny.metadata, "model": name}))
+
+    assert find("x", "openai-community/gpt2") == "gpt2"
+    assert find("roberta-large", "folder/model") == "roberta-large"
+    assert find("x", "openai-community/gpt2-xl") == ""
 
 
 def test_flags_are_on_anisotropic_matrices(tiny: ModelEmbeddings) -> None:
@@ -244,9 +247,10 @@ def test_the_gap_of_the_singular_values_grows_with_the_distance() -> None:
     assert ratios[0] < 1.1 < 3 < ratios[-1]
 
 
-def test_densities_are_kernel_estimates_with_scotts_bandwidth() -> None:
+def test_densities_are_kernel_estimates_with_scotts_bandwidth(tiny: ModelEmbeddings) -> None:
     values = np.random.default_rng(0).gamma(3.0, size=40)
-    positions, heights = embed_figures.estimate_density(values)
+    plot = embed_figures.make_norm_plot([replace(tiny, row_norms={"raw": values})])
+    positions, heights = map(np.array, get_coordinates(plot)["tiny"])
     bandwidth = values.std(ddof=1) * len(values) ** -0.2
     kernels = np.exp(-0.5 * ((positions[:, None] - values) / bandwidth) ** 2) / np.sqrt(2 * np.pi)
     np.testing.assert_allclose(heights, kernels.sum(1) / (len(values) * bandwidth), rtol=1e-10)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from istar.embeddings.wordsim import Benchmark, Pair, measure_similarity, read_benchmark, word_vectors
-from istar.errors import NonFiniteError, UserError
+from istar.errors import UserError
 
 EXPECTED_BY_FILE = {
     "SimLex-999.txt": ("simlex999", 999, Pair("old", "new", 1.58), Pair("attend", "arrive", 6.08)),
@@ -79,7 +79,6 @@ BROKEN_TEXTS = {
     ),
     "cut": (f"{SIMLEX}\nold\tnew", "line 2: 'old new' is not a line of simlex999; expected two words and a rating"),
     "rating": ("tiger\tcat\t7.35\n\ntiger\tcat\thigh\n", "line 3: 'tiger cat high' is not a line"),
-    "scale": ("sun moon 49\nsun moon 51\n", "line 2: the rating is 51; expected 0 to 50"),
     "nan": ("tiger\tcat\t7.35\ntiger\tcat\tnan\n", "line 2: 'tiger cat nan' is not a line"),
     "word": ("tiger\tcat\t7.35\n\tcat\t3\n", "line 2: 'cat 3' is not a line"),
     "header alone": ("Word 1\tWord 2\tHuman (mean)\n", "no lines follow the header"),
@@ -261,24 +260,13 @@ def test_a_perfect_order_is_one_and_a_constant_side_undefined():
     assert measure_similarity(vectors, Benchmark("four", pairs)).cosine_pearson < 1
 
 
-def test_invalid_arguments_are_refused_in_one_line(byte_level_tokenizer):
+def test_too_few_pairs_are_refused_in_one_line():
     benchmark = make_benchmark()
-    embeddings = make_matrix(len(byte_level_tokenizer))
     calls = {
         "made up: 0 of 40 pairs": lambda: measure_similarity({}, benchmark),
         "1 of 1 pairs": lambda: measure_similarity(make_vectors(benchmark), Benchmark("one", benchmark.pairs[:1])),
-        "'first'; expected one of single_token, mean": lambda: word_vectors(
-            ["cat"], byte_level_tokenizer, embeddings, "first"
-        ),
-        r"have 260 rows, but 'cat' has the token \d+; ": lambda: word_vectors(
-            ["cat"], byte_level_tokenizer, embeddings[:260]
-        ),
-        r"embeddings have shape \(5,\)": lambda: word_vectors(["cat"], byte_level_tokenizer, torch.ones(5)),
-        "embeddings are torch.int64": lambda: word_vectors(["cat"], byte_level_tokenizer, torch.ones(300, 5).long()),
     }
     for message, call in calls.items():
         with pytest.raises(UserError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
-    with pytest.raises(NonFiniteError, match="embeddings are not finite"):
-        word_vectors(["cat"], byte_level_tokenizer, embeddings * math.inf)

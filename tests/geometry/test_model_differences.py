@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from istar.geometry.collect.measures_file import Measurements, t_quantile
+from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 
@@ -56,21 +56,41 @@ def make_model(
     return MeasuredModel(label, measurements)
 
 
+def find_difference(values: Any, errors: tuple[float, float], replicates: Any = None) -> dict[str, Any]:
+    """Return the difference of IsoScore of two last layers with these values, errors, and values without each group."""
+    num_groups = len(replicates[0]) if replicates else GROUPS
+    models = []
+    for index, name in enumerate(("first", "other")):
+        model = make_model(name, with_replicates=replicates is not None, groups=num_groups)
+        model.last_layer_measures.update(isoscore=values[index], isoscore_error=errors[index])
+        if replicates:
+            model.measurements.replicates["text"]["layer_2"]["isoscore"] = replicates[index]
+        models.append(model)
+    row = compare.find_last_difference(models[0], models[1], "isoscore")
+    assert row is not None
+    return row
+
+
 def test_the_paired_error_is_that_of_the_mean_of_pseudo_values() -> None:
     """The replicates are computed from group means; the jackknife error of a mean is that of the paired t-test."""
     random = np.random.default_rng(0)
     first, second, common = random.normal(size=(3, 7))
     replicates = [((values.sum() - values) / 6).tolist() for values in (first, second)]
-    error, degrees = compare.estimate_paired_error(*replicates)
-    assert (error, degrees) == (pytest.approx(scipy.stats.sem(second - first), rel=1e-10), 6)
+    row = find_difference((0.1, 0.4), (1.0, 1.0), replicates)
+    assert row["error"] == pytest.approx(scipy.stats.sem(second - first), rel=1e-10)
+    assert row["high"] - row["difference"] == pytest.approx(scipy.stats.t.ppf(0.975, 6) * row["error"], rel=1e-10)
     # What both models have in common has no influence.
     shared = [(np.array(values) + common).tolist() for values in replicates]
-    assert compare.estimate_paired_error(*shared)[0] == pytest.approx(error, rel=1e-10)
-    assert compare.estimate_paired_error(replicates[0], replicates[0]) == (0, 6)
+    assert find_difference((0.1, 0.4), (1.0, 1.0), shared)["error"] == pytest.approx(row["error"], rel=1e-10)
+    assert find_difference((0.1, 0.4), (1.0, 1.0), [replicates[0]] * 2)["error"] == 0
 
 
 def test_independent_errors_add_as_squares_and_the_smaller_number_of_groups_counts() -> None:
-    assert compare.estimate_independent_error((0.3, 0.4), (10, 4)) == (pytest.approx(0.5, rel=1e-12), 3)
+    models = make_model(error=0.3), make_model("other", groups=4, error=0.4)
+    row = compare.find_last_difference(*models, "isoscore")
+    assert row is not None
+    assert row["error"] == pytest.approx(0.5, rel=1e-12)
+    assert row["high"] - row["difference"] == pytest.approx(scipy.stats.t.ppf(0.975, 3) * 0.5, rel=1e-10)
 
 
 @pytest.mark.slow
@@ -83,12 +103,10 @@ def test_intervals_of_paired_differences_cover_the_true_difference() -> None:
         common_part = random.normal(size=GROUPS)
         group_means = np.stack([common_part, common_part + 0.5]) + 0.2 * random.normal(size=(2, GROUPS))
         replicates = (group_means.sum(1, keepdims=True) - group_means) / (GROUPS - 1)
-        first, second = group_means.mean(1)
         errors = scipy.stats.sem(group_means, axis=1).tolist()
-        paired = compare.estimate_paired_error(replicates[0].tolist(), replicates[1].tolist())
-        independent = compare.estimate_independent_error(errors, (GROUPS, GROUPS))
-        for index, (error, degrees) in enumerate((paired, independent)):
-            num_covered[index] += abs(second - first - 0.5) <= t_quantile(degrees) * error
+        for index, stored in enumerate((replicates.tolist(), None)):
+            row = find_difference(group_means.mean(1), errors, stored)
+            num_covered[index] += row["low"] <= 0.5 <= row["high"]
     assert 0.93 <= num_covered[0] / num_rounds <= 0.97
     assert num_covered[1] / num_rounds > 0.99
 

@@ -16,12 +16,12 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file, trajectory_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
-from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
 from istar.inputs import saved_checkpoints, tiny
 from istar.inputs.saved_checkpoints import Checkpoint
 from tests.archives import compress_archive
+from tests.geometry.synthetic import make_measurements
 from tests.mock_hub import serving, set_offline, use
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("blank_figures")]
@@ -485,13 +485,6 @@ def test_steps_from_a_table(tmp_path: Path) -> None:
         saved_checkpoints.read_steps(tmp_path / "none.csv")
 
 
-def test_different_models_are_refused_even_with_a_table(tmp_path: Path) -> None:
-    write_model_folder(tmp_path / "small", hidden_size=8)
-    write_model_folder(tmp_path / "large")
-    with pytest.raises(UserError, match=r"different models: .*large \(model_type bert, hidden_size 16\) and .*small"):
-        saved_checkpoints.find_checkpoints(str(tmp_path / "*"), {"small": 1, "large": 2})
-
-
 def test_the_table_on_the_terminal_compares_by_both_signs(
     measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -505,10 +498,9 @@ def test_the_table_on_the_terminal_compares_by_both_signs(
 
 
 def test_the_table_on_the_terminal_has_the_last_layer_before_a_final_norm(tmp_path: Path) -> None:
-    norms = {"embeddings": 1.0, "layer_1": 2.0, "final_norm": 3.0}
-    measures_by_tap = {tap: {"tokens": 100.0, "isoscore": value / 10} for tap, value in norms.items()}
-    partition = {"raw": {"partition_isotropy_both": 0.75}}
-    measured = Measurements({"name": "m"}, "", "", {}, {"wiki": measures_by_tap}, {}, {"output": partition}, None)
+    scores = {"embeddings": 0.1, "layer_1": 0.2, "final_norm": 0.3}
+    measures_by_tap = {tap: {"tokens": 100.0, "isoscore": score} for tap, score in scores.items()}
+    measured = make_measurements(sources={"wiki": measures_by_tap})
     checkpoints = [Checkpoint(f"step{step}", "m", step=step) for step in (1, 2)]
     plan = trajectory_file.TrajectoryPlan("m", [], MeasureSettings(length=16), tmp_path)
     table = terminal_tables.make_checkpoint_table(plan, checkpoints, trajectory_file.Trajectory({"step2": measured}))

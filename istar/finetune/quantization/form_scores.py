@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from istar.drawing.page_tables import format_mean_and_std
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.finetune.quantization.linear_layers import (
     Form,
-    InputRanges,
     encoder_linears,
     forward_observed,
     quantize_layers,
+    update_largest_inputs,
 )
 from istar.finetune.runs.examples import load_examples
 from istar.finetune.runs.identify import find_task_spec
@@ -191,10 +193,11 @@ def evaluate_model(saved: SavedModel, model: nn.Module, form_name: str) -> Evalu
 @torch.inference_mode()
 def calibrate_input_ranges(saved: SavedModel, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return the largest magnitude of the inputs of each layer on the calibration data, 0-d, without padding."""
-    ranges = InputRanges()
+    largest_inputs: dict[str, Tensor] = {}
+    observe = partial(update_largest_inputs, largest_inputs)
     for batch in _make_loader(saved, saved.calibration):
-        forward_observed(saved.model, layers, inputs_without_labels(batch), token_mask(batch), ranges.update)
-    return ranges.largest
+        forward_observed(saved.model, layers, inputs_without_labels(batch), token_mask(batch), observe)
+    return largest_inputs
 
 
 @torch.inference_mode()
@@ -206,12 +209,12 @@ def measure_activations(saved: SavedModel, layers: Mapping[str, nn.Linear]) -> d
         tokens' vectors averaged over the inputs of the layers, which is large if a few coordinates are; and
         `largest_activation` among these inputs.
     """
-    ranges = InputRanges()
+    largest_inputs: dict[str, Tensor] = {}
     kurtosis_by_layer = {name: TokenKurtosis(layer.in_features) for name, layer in layers.items()}
     last_states = Moments(saved.model.config.hidden_size)
 
     def observe(name: str, rows: Tensor) -> None:
-        ranges.update(name, rows)
+        update_largest_inputs(largest_inputs, name, rows)
         kurtosis_by_layer[name].update(rows)
 
     for batch in _make_loader(saved, saved.validation, MAX_EXAMPLES):
@@ -228,7 +231,7 @@ def measure_activations(saved: SavedModel, layers: Mapping[str, nn.Linear]) -> d
     return {
         "isoscore": isoscore_value,
         "kurtosis": float(np.nanmean(kurtosis_averages)),
-        "largest_activation": float(max(magnitude.item() for magnitude in ranges.largest.values())),
+        "largest_activation": max(magnitude.item() for magnitude in largest_inputs.values()),
     }
 
 
@@ -323,8 +326,7 @@ def summarize_configurations(scores: pd.DataFrame, forms: Sequence[Form]) -> pd.
 
 def _format_mean_and_std(values: pd.Series) -> str:
     # A mean of -0.001 is printed as 0.00.
-    mean = f"{round(values.mean(), 2) + 0.0:.2f}"
-    return mean if len(values) == 1 else f"{mean} ± {values.std():.2f}"
+    return format_mean_and_std(round(values.mean(), 2) + 0.0, values.std())
 
 
 def build_terminal_table(summary: pd.DataFrame) -> Table:

@@ -62,9 +62,11 @@ def scale_for(largest: Tensor, bits: int) -> Tensor:
         scale represents zeros exactly. A magnitude so small that the scale would underflow counts as 0.
 
     Raises:
-        UserError: if the number of bits is out of range.
+        UserError: if the number of bits is out of range, or the dtype is not floating.
         NonFiniteError: if a magnitude is NaN or infinite.
     """
+    if not largest.is_floating_point():
+        raise UserError(f"the numbers to quantize are {largest.dtype}; expected a floating dtype")
     if not torch.isfinite(largest).all():
         raise NonFiniteError("the numbers to quantize are not finite; look for NaN or infinite values in them")
     scale = largest / integer_limit(bits)
@@ -97,10 +99,10 @@ def quantize_per_tensor(values: Tensor, bits: int) -> Tensor:
     """Quantize floating values `(...)` to `bits` bits with one scale, from their largest magnitude.
 
     Raises:
-        UserError: if the number of bits is out of range, or the tensor is empty.
+        UserError: if the number of bits is out of range.
         NonFiniteError: if a value is NaN or infinite.
     """
-    return round_to_grid(values, scale_for(largest_magnitude(values), bits), bits)
+    return round_to_grid(values, scale_for(values.detach().abs().amax(), bits), bits)
 
 
 def quantize_per_row(values: Tensor, bits: int) -> Tensor:
@@ -111,27 +113,10 @@ def quantize_per_row(values: Tensor, bits: int) -> Tensor:
     in Yao et al., *ZeroQuant*, NeurIPS 2022).
 
     Raises:
-        UserError: if the number of bits is out of range, or the rows are empty.
+        UserError: if the number of bits is out of range.
         NonFiniteError: if a value is NaN or infinite.
     """
-    _check_values(values, values.shape[-1] if values.dim() else 0)
     return round_to_grid(values, scale_for(values.detach().abs().amax(-1, keepdim=True), bits), bits)
-
-
-def largest_magnitude(values: Tensor) -> Tensor:
-    """Return max |x| over all values, 0-d, in their dtype; NaN if a value is NaN.
-
-    Raises a `UserError` if the values are not floating, or the tensor is empty.
-    """
-    _check_values(values, values.numel())
-    return values.detach().abs().amax()
-
-
-def _check_values(values: Tensor, num_values: int) -> None:
-    if not values.is_floating_point():
-        raise UserError(f"the numbers to quantize are {values.dtype}; expected a floating dtype")
-    if not num_values:
-        raise UserError(f"a tensor of shape {tuple(values.shape)} has no numbers to quantize; expected at least one")
 
 
 WeightScales = Literal["channel", "tensor"]
@@ -162,8 +147,7 @@ class Form:
     def __post_init__(self) -> None:
         """Raise a `UserError` if a bit width is out of range."""
         for bits in (self.weight_bits, self.activation_bits):
-            if not MIN_BITS <= bits <= MAX_BITS:
-                raise UserError(f"{self.name}: {bits} bits; expected a number from {MIN_BITS} to {MAX_BITS}")
+            integer_limit(bits)
 
     @property
     def name(self) -> str:
@@ -239,23 +223,11 @@ def forward_observed(
             handle.remove()
 
 
-class InputRanges:
-    """Accumulates the largest magnitude of the inputs of each layer, for static scales.
-
-    The result depends neither on the order of the inputs nor on how they are divided into batches.
-
-    Attributes:
-        largest: largest magnitude, a 0-d tensor, by the name of the layer.
-    """
-
-    def __init__(self) -> None:
-        self.largest: dict[str, Tensor] = {}
-
-    def update(self, name: str, rows: Tensor) -> None:
-        """Update the largest magnitude of the named layer with inputs `(n, d)`; n may be 0."""
-        if rows.numel():
-            largest = largest_magnitude(rows)
-            self.largest[name] = torch.maximum(self.largest[name], largest) if name in self.largest else largest
+def update_largest_inputs(largest: dict[str, Tensor], name: str, rows: Tensor) -> None:
+    """Update the largest magnitudes, 0-d by the name of the layer, with inputs `(n, d)` of a layer; n may be 0."""
+    if rows.numel():
+        magnitude = rows.detach().abs().amax()
+        largest[name] = torch.maximum(largest.get(name, magnitude), magnitude)
 
 
 class QuantizedLinear(nn.Module):
@@ -316,7 +288,8 @@ def quantize_layers(
 
     Args:
         names: names of `torch.nn.Linear` modules, as `encoder_linears` returns them.
-        largest_inputs: `InputRanges.largest` of calibration data; needed if `form.activations` is `tensor`.
+        largest_inputs: what `update_largest_inputs` has gathered on calibration data; needed if `form.activations` is
+            `tensor`.
 
     Raises a `UserError` if the largest input of a layer is needed and missing.
     """

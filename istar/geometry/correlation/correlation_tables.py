@@ -169,7 +169,6 @@ def _look_up_published(row: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _normalize(task: str) -> str:
-    """Return the letters and digits of the name of a task in lower case."""
     return "".join(filter(str.isalnum, task.lower()))
 
 

@@ -26,8 +26,6 @@ from istar.geometry.show.model_figures import (
 from istar.measures.catalogue import FIGURES, find_measure
 from istar.records.metric_names import COMBINED
 
-_SIGNS = ("as_computed", "both")
-"""Conventions for the signs of the eigenvectors of I(W)."""
 _FINAL_NORM_DEPTH = 1.15
 """Position of the final normalization on the axis of the relative depth, beyond the last layer."""
 _MAX_LABEL, _MAX_TICKS = 32, 6
@@ -185,7 +183,7 @@ def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:
 def plot_parameters(models: Sequence[MeasuredModel], trainings: Sequence[MeasuredTraining], axis: Axis) -> list[Plot]:
     """Return the figures of I(W) and of the final normalization: bars for models, lines for trainings."""
     partition = []
-    for matrix, signs in itertools.product(("input", "output"), _SIGNS):
+    for matrix, signs in itertools.product(("input", "output"), ("as_computed", "both")):
         measure = find_measure(f"partition_isotropy_{signs}", "matrices")
         if trainings:
             lines = _make_parameter_lines(trainings, f"{matrix}_embeddings", measure.name)

@@ -1,7 +1,6 @@
 """Models that are compared: their names, their measures, and their differences with 95% intervals."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +19,6 @@ TEXTS = read_page_texts("istar.geometry.show")
 """Titles, captions and explanations of the pages; see `texts.toml`."""
 SUMMARY_MEASURES = tuple(measure.name for measure in MEASURES if measure.summary)
 """Measures of the last layer that the table of all models shows."""
-_SETTINGS_WITHOUT_EFFECT = ("batch_tokens",)
-"""Settings of a pass that do not change its measures."""
-ErrorMethod = Literal["paired", "independent"]
-"""How the standard error of a difference is computed: `estimate_paired_error` or `estimate_independent_error`."""
 _TOKEN_SETTINGS = ("limit", "documents", "special_tokens", "shuffle_buffer")
 """Settings of `istar measure` that decide which tokens are measured."""
 SETTING_NAMES = {"limit": "max_tokens", "intra": "intra_sim"}
@@ -92,26 +87,27 @@ def has_trajectory(argument: ModelArgument) -> bool:
     return (Path(argument.name) / measures_file.TRAJECTORY_FILE).is_file()
 
 
-def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Measurements]) -> list[MeasuredModel]:
-    """Give the measurements of each model a distinct label, or raise a `UserError`.
+def choose_labels(arguments: Sequence[ModelArgument], names: Sequence[str], noun: str = "models") -> list[str]:
+    """Return distinct labels of the models on the command line, or raise a `UserError`.
 
-    A model without a label on the command line is labelled by its name and its revision, if it has one. If several
-    models have the same name, the folder's name is added.
+    A model without a label is labelled by its name. If several models have the same name, the folder's name is added.
     """
-    labels = [
-        argument.label or _name_model(measured) for argument, measured in zip(arguments, measurements, strict=True)
-    ]
-    counts = Counter(labels)
-    for index, argument in enumerate(arguments):
-        if not argument.label and counts[labels[index]] > 1:
-            labels[index] = f"{labels[index]} ({shorten_model_name(argument.name)})"
-    check_distinct_labels(labels)
+    labels = []
+    for argument, name in zip(arguments, names, strict=True):
+        default_label = name if names.count(name) == 1 else f"{name} ({shorten_model_name(argument.name)})"
+        labels.append(argument.label or default_label)
+    check_distinct_labels(labels, noun)
+    return labels
+
+
+def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Measurements]) -> list[MeasuredModel]:
+    """Give the measurements of each model a distinct label, by default its name and its revision, if it has one."""
+    names = []
+    for measured in measurements:
+        name, revision = shorten_model_name(measured.model["name"]), measured.model.get("revision")
+        names.append(f"{name} at {revision}" if revision else name)
+    labels = choose_labels(arguments, names)
     return [MeasuredModel(label, measured) for label, measured in zip(labels, measurements, strict=True)]
-
-
-def _name_model(measurements: Measurements) -> str:
-    name, revision = shorten_model_name(measurements.model["name"]), measurements.model.get("revision")
-    return f"{name} at {revision}" if revision else name
 
 
 def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:
@@ -129,7 +125,8 @@ def describe_other_settings(models: Sequence[MeasuredModel]) -> list[str]:
     first = models[0]
     for other in models[1:]:
         first_settings, settings = first.measurements.settings, other.measurements.settings
-        names = sorted((first_settings.keys() | settings.keys()) - {"texts", *_SETTINGS_WITHOUT_EFFECT})
+        # The texts are compared by their content, and the size of batches changes no measure.
+        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "batch_tokens"})
         changes = "; ".join(
             f"{SETTING_NAMES.get(name, name)} {settings.get(name)} instead of {first_settings.get(name)}"
             for name in names
@@ -168,25 +165,6 @@ def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]
             yield {"model": model.label, "layer": tap, "relative_depth": depth, **measures}
 
 
-def estimate_paired_error(first_replicates: Sequence[float], second_replicates: Sequence[float]) -> tuple[float, int]:
-    """Return the standard error of a difference by the paired delete-a-group jackknife, and its degrees of freedom.
-
-    The replicates are each model's values without each of the same G groups of documents, in the same order. The error
-    is :func:`istar.measures.jackknife_error` of their differences, so that texts that raise the measure of both models
-    alike have no influence on it.
-    """
-    differences = [after - before for before, after in zip(first_replicates, second_replicates, strict=True)]
-    return jackknife_error(differences), len(differences) - 1
-
-
-def estimate_independent_error(errors: Sequence[float], num_groups: Sequence[int]) -> tuple[float, int]:
-    """Return the root of the sum of the squares of two standard errors, and a lower bound of its degrees of freedom.
-
-    For models over the same texts it is usually too large, because their errors usually have a positive correlation.
-    """
-    return math.hypot(*errors), min(num_groups) - 1
-
-
 def have_same_tokens(first: MeasuredModel, other: MeasuredModel) -> bool:
     """Return whether two models were measured over the same tokens of the same texts."""
     return have_same_texts(first, other) and not _find_changed_token_settings(first, other)
@@ -214,7 +192,7 @@ def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
     return ""
 
 
-def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> ErrorMethod:
+def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> Literal["paired", "independent"]:
     """Return `paired` if both models have the same documents in the same groups and stored values without each group.
 
     The models must have been measured over the same texts. Packed documents are grouped by their blocks, which depend
@@ -239,6 +217,11 @@ def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> ErrorMeth
 def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[dict[str, Any]]:
     """Yield a row for each layer and measure, with the difference `other - first` and its 95% interval.
 
+    The `paired` error is the jackknife error of the differences without each group, so that texts that raise the
+    measure of both models alike have no influence on it. The `independent` error is the root of the sum of the squares
+    of both errors. For models over the same texts it is usually too large, because their errors usually have a positive
+    correlation.
+
     Models that cannot be compared yield nothing; see `explain_no_differences`. Models with the same number of layers
     are compared layer by layer, and at the final normalization if both have one. Other models are compared at
     their last layers, before a final normalization.
@@ -246,6 +229,7 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
     if explain_no_differences(first, other):
         return
     error_method = choose_error_method(first, other)
+    quantile = t_quantile(min(first.num_groups, other.num_groups) - 1)
     layer_pairs = [(first.last_layer, other.last_layer)]
     if len(first.layers) == len(other.layers):
         # The final normalization follows the layers.
@@ -256,13 +240,13 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
         for name in JACKKNIFE_MEASURES:
             before, after = first_measures.get(name, math.nan), measures.get(name, math.nan)
             if error_method == "independent":
-                errors = [values.get(f"{name}_error", math.nan) for values in (first_measures, measures)]
-                error, degrees = estimate_independent_error(errors, (first.num_groups, other.num_groups))
+                error = math.hypot(*(values.get(f"{name}_error", math.nan) for values in (first_measures, measures)))
             elif first_replicates.get(name) and replicates.get(name):
-                error, degrees = estimate_paired_error(first_replicates[name], replicates[name])
+                pairs = zip(first_replicates[name], replicates[name], strict=True)
+                error = jackknife_error([other_value - first_value for first_value, other_value in pairs])
             else:
                 continue
-            difference, half_width = after - before, t_quantile(degrees) * error
+            difference, half_width = after - before, quantile * error
             if math.isfinite(difference) and math.isfinite(half_width):
                 yield {
                     "model": other.label,

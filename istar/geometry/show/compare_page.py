@@ -4,6 +4,7 @@ All four have the same sections: flags, how to read the page, the main table, th
 depth or the steps, the figures of single layers, and further tables. A model is a comparison of one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ import pandas as pd
 
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
-from istar.drawing.page_tables import Sheet
+from istar.drawing.page_tables import Sheet, make_markdown_table
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.writing import to_csv
@@ -32,8 +33,8 @@ from istar.geometry.show import (
 )
 from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
-from istar.geometry.show.geometry_card import make_geometry_card
 from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining, list_last_checkpoints
+from istar.geometry.show.terminal_tables import HEADERS
 from istar.inputs.saved_checkpoints import Checkpoint
 from istar.measures.catalogue import MEASURES
 from istar.records.identity import shorten_model_name
@@ -67,11 +68,6 @@ class PageContent:
         """Names of the trainings or of the models."""
         return [subject.label for subject in self.trainings or self.models]
 
-    @property
-    def is_single(self) -> bool:
-        """Whether the page is of one model, without a training."""
-        return self.kind is MODEL_KIND
-
     @cached_property
     def axis(self) -> Axis:
         """The x axis of the figures: layers, relative depth or steps."""
@@ -103,11 +99,32 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     measures_file.read_earlier(out, ModelName(name, revision), measured.identity)
     label = label or shorten_model_name(name)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
-    contents[CARD_FILE] = make_geometry_card(label, measured).encode()
+    contents[CARD_FILE] = _make_card(label, measured).encode()
     # The measures, which may have taken hours, are saved before anything is drawn.
     page_folder.page_output(out, MODEL_KIND).write(contents)
     model = MeasuredModel(label, measured)
     return _write(PageContent(MODEL_KIND, [model], command=measured.command), out, contents)
+
+
+def _make_card(label: str, measured: Measurements) -> str:
+    """Return a section with the main measures of each layer over all texts together, and how they were measured."""
+    measures_by_tap, settings = measured.all_texts, measured.settings
+    names = [name for name in HEADERS if any(name in measures for measures in measures_by_tap.values())]
+    rows = [
+        [tap, *("-" if math.isnan(value := measures.get(name, math.nan)) else f"{value:.4g}" for name in names)]
+        for tap, measures in measures_by_tap.items()
+    ]
+    num_tokens = next(iter(measures_by_tap.values()))["tokens"]
+    return (
+        f"## Geometry of the hidden states\n\n"
+        f"{label} over {num_tokens:,.0f} tokens of {', '.join(settings['texts'])}: {settings['documents']} documents "
+        f"of at most {settings['length']} tokens, special tokens {settings['special_tokens']}d, weights in "
+        f"{measured.model['dtype']}. Measured by istar {version('istar')}.\n\n"
+        f"{make_markdown_table([['layer', *(HEADERS[name] for name in names)], *rows])}\n\n"
+        "IsoScore is 1 if the hidden states vary equally in all directions, and 0 if they vary in one. InterSim is the "
+        "average cosine of different tokens, IntraSim of the same token in different places, TwoNN an intrinsic "
+        "dimension, the rank an effective rank.\n"
+    )
 
 
 def write_comparison(
@@ -196,7 +213,7 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
     models, detailed, sheets = content.models, content.detailed_models, []
     if len(content.trainings) > 1:
         sheets.append(model_tables.build_training_sheet(content.trainings))
-    elif not content.is_single:
+    elif content.kind is not MODEL_KIND:
         sheets.append(model_tables.build_model_sheet(models))
     if not content.trainings:
         sheets.append(model_tables.build_layer_sheet(models))
@@ -216,23 +233,19 @@ def _make_plots(content: PageContent) -> list[Plot]:
     plots += axis_figures.plot_measures(content.axis, width)
     plots += model_figures.plot_states(detailed, content.axis.ordered)
     plots += axis_figures.plot_parameters(models, content.trainings, content.axis)
-    if content.is_single:
+    if content.kind is MODEL_KIND:
         plots += model_figures.plot_matrices(models[0].measurements)
     if content.similarities is not None:
         plots.append(model_figures.plot_similarity(content.similarities))
     return plots
 
 
-def _describe(content: PageContent) -> list[str]:
-    models = list_last_checkpoints(content.trainings) if content.trainings else content.models
-    return findings.describe_findings(models, content.trainings)
-
-
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path) -> list[Section]:
     """Return the sections of a page: the main tables, each figure with the table of its name, and the other tables."""
     remaining = dict(sheets)
+    described_models = list_last_checkpoints(content.trainings) if content.trainings else content.models
     sections = [
-        Section("findings", "What stands out", _describe(content)),
+        Section("findings", "What stands out", findings.describe_findings(described_models, content.trainings)),
         Section("reading", "How to read this", content.notes, about=_explain_page(content), link=_DEFINITIONS),
     ]
     sections += [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]

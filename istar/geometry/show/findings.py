@@ -6,7 +6,6 @@ other documents of the same kind, not other training runs.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 from istar.geometry.collect.measures_file import FINAL_NORM, Measurements
@@ -24,22 +23,18 @@ _SMALLEST = 1e-3
 _COMPARED = [measure for measure in MEASURES if measure.compared]
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A line on an unusual measure."""
+def find_flags(measured: Measurements) -> list[str]:
+    """Return a line on each unusual measure over all texts together, the most unusual first.
 
-    line: str
-    excess: float  # ratio of the value to its bound, or the inverse if small values are unusual; at least 1
-
-
-def find_flags(measured: Measurements) -> list[Flag]:
-    """Return a flag for each unusual measure over all texts together, the most unusual first."""
+    A measure is as unusual as its excess: the ratio of the value to its bound, or the inverse if small values are
+    unusual.
+    """
     flags = [flag for measure in MEASURES if measure.flag and (flag := _check_measure(measure, measured))]
-    return sorted(flags, key=lambda flag: -flag.excess)
+    return [line for _, line in sorted(flags, key=itemgetter(0), reverse=True)]
 
 
-def _check_measure(measure: Measure, measured: Measurements) -> Flag | None:
-    """Return a flag for the layer or matrix with the most unusual value of a measure, or None if it is usual."""
+def _check_measure(measure: Measure, measured: Measurements) -> tuple[float, str] | None:
+    """Return the excess of the layer or matrix with the most unusual value, and a line on it; None if it is usual."""
     if measure.subject == "matrices":
         values = {side: forms["raw"][measure.name] for side, forms in measured.matrices.items()}
     else:
@@ -61,7 +56,7 @@ def _check_measure(measure: Measure, measured: Measurements) -> Flag | None:
     if measure.subject == "matrices":
         fields["centered"] = measured.matrices[place]["centered"][measure.name]
     line = measure.flag.format(layer=name_layer(place), **fields)
-    return Flag(line[0].upper() + line[1:], excess)
+    return excess, line[0].upper() + line[1:]
 
 
 def _find_values(measured: Measurements, name: str) -> dict[str, float]:
@@ -120,9 +115,9 @@ def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[Measu
         if left_out := [model.label for model in models if model not in compared]:
             lines.append(f"Not compared with {models[0].label}, because of other tokens: {list_names(left_out)}.")
     flags = [
-        (rank, f"{start}{model.label}: {flag.line}" if len(models) > 1 else f"{start}{flag.line}")
+        (rank, f"{start}{model.label}: {line}" if len(models) > 1 else f"{start}{line}")
         for model in models
-        for rank, flag in enumerate(find_flags(model.measurements))
+        for rank, line in enumerate(find_flags(model.measurements))
     ]
     lines += [line for _, line in sorted(flags, key=itemgetter(0))]
     last_lines = [line for model in models for line in _warn_of_few_tokens(model.measurements)][:1]

@@ -1,7 +1,7 @@
 """The measures of a model at the checkpoints of its training, from `trajectory.csv` and the checkpoints' folders."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from istar.geometry.collect import measures_file, trajectory_file
 from istar.geometry.collect.measures_file import Measurements, interval_half_width
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
-from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument, check_distinct_labels
+from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument
 from istar.records.identity import shorten_model_name
 from istar.records.metric_names import COMBINED
 
@@ -118,38 +118,36 @@ def list_last_checkpoints(trainings: Sequence[MeasuredTraining]) -> list[Measure
 def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
     """Read the measures of several trainings from the folders that the command line names.
 
-    A training without a label on the command line is labelled by its model. If several trainings are of the same model,
-    the folder's name is added.
+    A training without a label on the command line is labelled by its model; see `compare.choose_labels`.
 
     Raises a `UserError` if a folder lacks measures of a training, a checkpoint a step, or two trainings share a label.
     """
     tables = [_read_table(argument) for argument in arguments]
     names = [shorten_model_name(table["model"].iloc[0]) for table in tables]
-    trainings = []
-    for argument, table, name in zip(arguments, tables, names, strict=True):
-        folder = Path(argument.name)
-        default_label = name if names.count(name) == 1 else f"{name} ({folder.name})"
-        ends = [_read_checkpoint(folder, table.iloc[index]) for index in (0, -1)]
-        checkpoints = [end for end in ends if end is not None] if None not in ends else []
-        trainings.append(MeasuredTraining(argument.label or default_label, table, checkpoints))
-    check_distinct_labels([training.label for training in trainings], "trainings")
-    return trainings
+    labels = compare.choose_labels(arguments, names, "trainings")
+    return [
+        MeasuredTraining(label, table, _read_ends(Path(argument.name), table))
+        for argument, table, label in zip(arguments, tables, labels, strict=True)
+    ]
 
 
-def _read_checkpoint(folder: Path, row: pd.Series) -> MeasuredModel | None:
-    """Read the measurements of the checkpoint in a row of the table; return None if they cannot be read."""
-    checkpoint = Checkpoint(str(row["revision"]), name="")
-    try:
-        measured = measures_file.read_measurement(folder / checkpoint.folder / measures_file.JSON_FILE)
-    except UserError:
-        return None
-    return MeasuredModel(f"step {int(row['step']):,}", measured)
+def _read_ends(folder: Path, table: pd.DataFrame) -> list[MeasuredModel]:
+    """Read the measurements of the first and the last checkpoint; return neither if one cannot be read."""
+    ends = []
+    for _, row in table.iloc[[0, -1]].iterrows():
+        checkpoint = Checkpoint(str(row["revision"]), name="")
+        try:
+            measured = measures_file.read_measurement(folder / checkpoint.folder / measures_file.JSON_FILE)
+        except UserError:
+            return []
+        ends.append(MeasuredModel(f"step {int(row['step']):,}", measured))
+    return ends
 
 
 def _read_table(argument: ModelArgument) -> pd.DataFrame:
     """Read the `trajectory.csv` of a folder, and return its rows sorted by step.
 
-    Raises a `UserError` if the file is missing or damaged, has several models, or lacks a checkpoint's step.
+    Raises a `UserError` if the file is missing or damaged, or lacks a checkpoint's step.
     """
     path = Path(argument.name) / measures_file.TRAJECTORY_FILE
     if not path.is_file():
@@ -157,20 +155,16 @@ def _read_table(argument: ModelArgument) -> pd.DataFrame:
             f"{argument.name} holds no {measures_file.TRAJECTORY_FILE}; expected folders of istar measure --revisions "
             "or --checkpoints alone, or models alone"
         )
+    text_columns = [name for name in trajectory_file.KEY_COLUMNS if name != "step"]
     try:
-        rows = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""]).map(unescape_cell)
-    except (OSError, ValueError) as error:
+        dtypes = defaultdict(lambda: float, dict.fromkeys(text_columns, str))
+        rows = pd.read_csv(path, dtype=dtypes, keep_default_na=False, na_values=[""])
+        rows[text_columns] = rows[text_columns].map(unescape_cell)
+        without_step = rows.loc[rows["step"].isna(), "revision"]
+        if rows.empty:
+            raise ValueError("it has no rows")
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} cannot be read: {shorten(error)}; measure the training again") from error
-    missing_columns = [column for column in trajectory_file.KEY_COLUMNS if column not in rows]
-    if missing_columns or rows.empty:
-        problem = f"has no column {missing_columns[0]}" if missing_columns else "has no rows"
-        raise UserError(f"{path} {problem}; expected the table of istar measure --revisions or --checkpoints")
-    if rows["model"].nunique(dropna=False) > 1:
-        raise UserError(f"{path} has several models; expected the table of one training")
-    for column in map(str, rows):
-        if column not in trajectory_file.KEY_COLUMNS or column == "step":
-            rows[column] = pd.to_numeric(rows[column], errors="coerce")
-    without_step = rows.loc[rows["step"].isna(), "revision"]
     if len(without_step):
         raise UserError(
             f"{path}: {without_step.iloc[0]} has no step; measure the training with --steps, a table of the steps"

@@ -9,7 +9,7 @@ from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
-from istar.geometry.show.model_tables import build_training_sheet
+from istar.geometry.show.model_tables import build_model_sheet, build_training_sheet
 from istar.inputs.saved_checkpoints import Checkpoint
 from istar.records.identity import shorten_model_name
 
@@ -23,7 +23,8 @@ HEADERS = {
     "effective_rank": "rank",
 }
 """Headers of the measures in the terminal table."""
-_LAST_LAYER_HEADERS = [HEADERS[name] for name in SUMMARY_MEASURES] + ["I(W)"]
+_SUMMARY_HEADERS = {**{name: HEADERS[name] for name in SUMMARY_MEASURES}, "partition_raw": "I(W)"}
+"""Headers of the tables with a row for each model, by the column of `build_model_sheet`."""
 _MAX_UNBROKEN_LABEL = 16
 """Most characters of a label of a row that is never broken into lines."""
 _TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W), input", "I(W), output")
@@ -69,31 +70,21 @@ def number_table(
 
 def make_checkpoint_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
     """Return a table with a row for each checkpoint; a checkpoint that was not measured has no numbers."""
-    rows = {
-        label: _make_row(MeasuredModel(label, trajectory.measurements[label]))
-        if label in trajectory.measurements
-        else [math.nan] * len(_LAST_LAYER_HEADERS)
-        for label in (checkpoint.label for checkpoint in checkpoints)
-    }
+    rows = dict.fromkeys((checkpoint.label for checkpoint in checkpoints), [math.nan] * len(_SUMMARY_HEADERS))
+    rows |= _summarize([MeasuredModel(label, measured) for label, measured in trajectory.measurements.items()])
     title = f"{shorten_model_name(plan.model)}: the last layer, and I(W)"
-    return number_table(title, "revision", _LAST_LAYER_HEADERS, rows)
+    return number_table(title, "revision", _SUMMARY_HEADERS.values(), rows)
 
 
 def make_comparison_table(models: Sequence[MeasuredModel]) -> Table:
     """Return a table with a row for each model."""
-    rows = {model.label: _make_row(model) for model in models}
-    return number_table("The last layer of each model, and I(W) by both signs", "model", _LAST_LAYER_HEADERS, rows)
+    title = "The last layer of each model, and I(W) by both signs"
+    return number_table(title, "model", _SUMMARY_HEADERS.values(), _summarize(models))
 
 
-def _make_row(model: MeasuredModel) -> list[float]:
-    """Return a model's measures of its last layer over all texts, before a final normalization, and I(W).
-
-    I(W) is of the matrix nearest to the output, over both signs of the eigenvectors: the papers' convention depends on
-    the eigensolver, and cannot be compared between matrices.
-    """
-    matrix = model.measurements.matrices[model.prediction_matrix]["raw"]
-    measures = [model.last_layer_measures.get(name, math.nan) for name in SUMMARY_MEASURES]
-    return [*measures, matrix["partition_isotropy_both"]]
+def _summarize(models: Sequence[MeasuredModel]) -> dict[str, list[float]]:
+    rows = build_model_sheet(models).frame.to_dict("records")
+    return {str(row["model"]): [float(row[name]) for name in _SUMMARY_HEADERS] for row in rows}
 
 
 def make_training_table(trainings: Sequence[MeasuredTraining]) -> Table:

@@ -1,6 +1,7 @@
 """Quantized linear layers in tiny random models, against torch's fake quantization in hooks."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,12 +22,12 @@ from transformers import (
 from istar.errors import UserError
 from istar.finetune.quantization.linear_layers import (
     Form,
-    InputRanges,
     QuantizedLinear,
     encoder_linears,
     forward_observed,
     parse_form,
     quantize_layers,
+    update_largest_inputs,
 )
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -61,10 +62,11 @@ def make_batch(seed: int = 1) -> dict[str, Tensor]:
 
 def calibrate_ranges(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the largest magnitude of the inputs of each linear layer."""
-    ranges = InputRanges()
+    largest: dict[str, Tensor] = {}
+    observe = partial(update_largest_inputs, largest)
     with torch.no_grad():
-        forward_observed(model, encoder_linears(model), inputs, inputs["attention_mask"], ranges.update)
-    return ranges.largest
+        forward_observed(model, encoder_linears(model), inputs, inputs["attention_mask"], observe)
+    return largest
 
 
 def quantize_with_torch(model: nn.Module, form: Form, largest: dict[str, Tensor]) -> nn.Module:
@@ -167,23 +169,17 @@ def test_more_bits_are_closer_to_the_floating_model() -> None:
 def test_padding_does_not_count() -> None:
     """The range is that of the tokens alone, and with a scale for each token padding changes no logits."""
     model, inputs = bert(), make_batch()
-    ranges = InputRanges()
-    with torch.no_grad():
-        for row, length in enumerate((7, 4, 5)):
-            unpadded_inputs = {name: values[row : row + 1, :length] for name, values in inputs.items()}
-            forward_observed(
-                model, encoder_linears(model), unpadded_inputs, unpadded_inputs["attention_mask"], ranges.update
-            )
+    lengths = enumerate((7, 4, 5))
+    rows = [{name: values[row : row + 1, :length] for name, values in inputs.items()} for row, length in lengths]
+    largest_by_row = [calibrate_ranges(model, row) for row in rows]
     largest = calibrate_ranges(model, inputs)
-    assert set(largest) == set(ranges.largest)
-    for name, value in ranges.largest.items():
-        torch.testing.assert_close(largest[name], value, rtol=1e-5, atol=0)
+    for name, value in largest.items():
+        expected = torch.stack([largest_of_row[name] for largest_of_row in largest_by_row]).max()
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=0)
     quantized = quantize_layers(model, largest, Form(8, 8, activations="token"))
     with torch.no_grad():
-        unpadded_outputs = quantized(
-            input_ids=inputs["input_ids"][1:2, :4], attention_mask=inputs["attention_mask"][1:2, :4]
-        )
-        torch.testing.assert_close(quantized(**inputs).logits[1:2], unpadded_outputs.logits, rtol=1e-3, atol=1e-3)
+        logits, unpadded_logits = quantized(**inputs).logits, quantized(**rows[1]).logits
+        torch.testing.assert_close(logits[1:2], unpadded_logits, rtol=1e-3, atol=1e-3)
 
 
 def test_the_hooks_are_removed_after_an_error() -> None:
@@ -199,12 +195,10 @@ def test_the_hooks_are_removed_after_an_error() -> None:
 
 def test_ranges_of_batches_are_those_of_one_batch() -> None:
     rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
-    ranges_of_all, ranges_of_parts = InputRanges(), InputRanges()
-    ranges_of_all.update("a", rows)
+    largest: dict[str, Tensor] = {}
     for part in (rows[7:], rows[:0], rows[:7]):
-        ranges_of_parts.update("a", part)
-    assert torch.equal(ranges_of_all.largest["a"], ranges_of_parts.largest["a"])
-    assert ranges_of_all.largest["a"] == rows.abs().max()
+        update_largest_inputs(largest, "a", part)
+    assert largest == {"a": rows.abs().max()}
 
 
 def test_wrong_forms_and_models() -> None:
