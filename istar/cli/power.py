@@ -62,13 +62,6 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     """
     from rich.table import Table
 
-    from istar.statistics import power
-    from istar.statistics.arguments import check_positive
-
-    # Called only to refuse wrong options before the runs are read.
-    power.smallest_difference(1.0, 2 if options.pairs is None else options.pairs, options.alpha, options.power)
-    if options.difference is not None:
-        check_positive(abs(options.difference), "the size of the difference")
     comparisons = compare_with_base(options.runs)
     if options.difference is not None:
         answer_header = f"seeds for a\ndifference of {options.difference:g}"

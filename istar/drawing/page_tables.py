@@ -25,14 +25,10 @@ class Entry:
     number: bool = False  # whether the cell is a number, aligned to the right
 
 
-def format_cell(value: float) -> str:
-    """Format a number with four significant digits or, from 1,000 to 10^12, as a whole number with separators."""
-    return f"{value:,.0f}" if 1_000 <= abs(value) < 1e12 else f"{value:.4g}"
-
-
 def number_entry(value: float, half_width: float = math.nan) -> Entry:
-    """Return a table cell with a formatted number, or an en dash for NaN.
+    """Return a table cell with a number in four significant digits, or an en dash for NaN.
 
+    From 1,000 to 10^12, the number is a whole number with separators.
     With a finite half-width of the number's interval, the cell has both, such as "0.160 \u00b1 0.017": the half-width
     with two significant digits, and the number with as many decimals. A half-width below a hundred-thousandth of the
     number has one digit, and the number at most five.
@@ -40,7 +36,7 @@ def number_entry(value: float, half_width: float = math.nan) -> Entry:
     if math.isnan(value):
         return Entry("\u2013", number=True)
     if not math.isfinite(half_width):
-        return Entry(format_cell(value), number=True)
+        return Entry(f"{value:,.0f}" if 1_000 <= abs(value) < 1e12 else f"{value:.4g}", number=True)
     if half_width < 1e-5 * abs(value) or not 1e-9 <= half_width < 1e12:
         return Entry(f"{value:.5g} \u00b1 {half_width:.1g}", number=True)
     decimals = max(0, 1 - math.floor(math.log10(half_width)))
@@ -105,6 +101,13 @@ class Sheet:
         """Rows of all groups."""
         return [row for rows in self.rows_by_group.values() for row in rows]
 
+    def put_groups_into_column(self) -> tuple[list[str], list[list[Entry]]]:
+        """Return the header and the rows of all groups, with the names of groups as the first column."""
+        if not any(self.rows_by_group):
+            return list(self.header), self.rows
+        rows = [[Entry(group), *row] for group, group_rows in self.rows_by_group.items() for row in group_rows]
+        return [self.group_header, *self.header], rows
+
 
 def to_terminal_table(sheet: Sheet) -> Table:
     """Return the table for the terminal; names of groups become the first column."""
@@ -131,13 +134,8 @@ def make_markdown_table(rows: Iterable[Sequence[str]]) -> str:
 
 def to_markdown(sheet: Sheet) -> str:
     """Return the table as GitHub-flavoured Markdown with its caption; names of groups become the first column."""
-    has_groups = any(sheet.rows_by_group)
-    header = [_escape_markdown(name) for name in sheet.header]
-    table_rows = [[sheet.group_header, *header] if has_groups else header]
-    for group, rows in sheet.rows_by_group.items():
-        for row in rows:
-            cell_texts = [_format_markdown_entry(entry) for entry in row]
-            table_rows.append([_escape_markdown(group), *cell_texts] if has_groups else cell_texts)
+    header, rows = sheet.put_groups_into_column()
+    table_rows = [list(map(_escape_markdown, header)), *(list(map(_format_markdown_entry, row)) for row in rows)]
     lines = [f"**{_escape_markdown(sheet.title)}.** {_escape_markdown(sheet.caption)}", ""]
     lines.append(make_markdown_table(table_rows))
     for note in sheet.notes:
@@ -147,21 +145,15 @@ def to_markdown(sheet: Sheet) -> str:
 
 def to_latex(sheet: Sheet) -> str:
     """Return the table as a LaTeX `table` for the package booktabs; names of groups become the first column."""
-    header = [_escape_latex(name) for name in sheet.header]
-    rows = [
-        [_escape_latex(group), *map(_format_latex_entry, row)]
-        for group, group_rows in sheet.rows_by_group.items()
-        for row in group_rows
-    ]
-    frame = pd.DataFrame(rows, columns=[_escape_latex(sheet.group_header), *header])
-    are_numbers = [any(row[index].number for row in sheet.rows) for index in range(len(header))]
-    column_format = "l" + "".join("r" if is_number else "l" for is_number in are_numbers)
-    if not any(sheet.rows_by_group):
-        frame, column_format = frame.iloc[:, 1:], column_format[1:]
+    header, rows = sheet.put_groups_into_column()
+    frame = pd.DataFrame(
+        [list(map(_format_latex_entry, row)) for row in rows], columns=list(map(_escape_latex, header))
+    )
+    are_numbers = [any(row[index].number for row in rows) for index in range(len(header))]
     table = frame.to_latex(
         index=False,
         escape=False,
-        column_format=column_format,
+        column_format="".join("r" if is_number else "l" for is_number in are_numbers),
         caption=_escape_latex(sheet.caption),
         label=f"tab:{sheet.name.replace('_', '-')}",
     )

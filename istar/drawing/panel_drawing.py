@@ -15,9 +15,8 @@ from istar.drawing.plot import Line, Panel, Plot
 INK, PAPER, RED = "#101418", "#ffffff", "#c2260c"
 SCALE = ("#221150", "#5c2a8c", "#a0357f", "#d9564a", "#e98b1e")
 """Colour scale from dark to light; the order is visible even without colours."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-"""The palette of Okabe and Ito, which colour-blind readers can tell apart."""
-PALETTE = tuple(colour.lower() for colour in (*COLOURS[:6], COLOURS[7]))
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
+"""Okabe and Ito's palette, which colour-blind readers can tell apart, with grey instead of black and yellow."""
 _MARKERS = "osD^vPX*"
 Styles = Mapping[str, Mapping[str, Any]]
 """Matplotlib's keyword arguments for the lines of a plot, by label; see `assign_line_styles`."""
@@ -301,7 +300,7 @@ def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
     """Draw a row for each line: its name, and its point with an error bar."""
     rows = range(len(panel.lines))
     for row, line in zip(rows, panel.lines, strict=True):
-        color = INK if line.label == plot.reference_label else COLOURS[0]
+        color = INK if line.label == plot.reference_label else PALETTE[0]
         error = line.x_error if any(line.x_error) else None
         axes.errorbar(line.x, [row], xerr=error, color=color, marker="o", capsize=4, elinewidth=1.6)
     axes.set_yticks(rows, [line.label for line in panel.lines])

@@ -26,8 +26,6 @@ VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "m
 """Setting that a figure varies -> its config key; `reg` is the whole group."""
 VALIDATION, HELD_OUT = "validation", "held-out"
 """Sets for choosing epochs and configurations: the validation set, which is also reported, or held-out data."""
-_HELD_OUT_IN_RECORD = "held_out"
-"""Name of the held-out set in the record of a run."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,6 @@ class Cell:
         return [headline, "exact_match"] if exact_match is not None and exact_match.notna().all() else [headline]
 
     @property
-    def num_collapsed(self) -> int:
-        """Number of finished runs with constant predictions; the mean includes them."""
-        return int(self.runs["collapsed"].eq(True).sum())
-
-    @property
-    def is_collapsed(self) -> bool:
-        """Whether all finished runs have constant predictions; see `are_all_collapsed`."""
-        return are_all_collapsed(self.runs)
-
-    @property
     def selection_set(self) -> str:
         """The set that chose the epoch and the configuration; empty without a finished run."""
         return str(self.first_run.get("chosen_on", ""))
@@ -80,12 +68,8 @@ class Cell:
         """Return a metric's finite values by seed, scaled by `scale_for_display`; empty if the runs lack it."""
         if metric not in self.metrics:
             return {}
-        column = "value" if metric == self.metrics[0] else f"validation.{metric}"
-        return {
-            seed: scale_for_display(metric, float(value))
-            for seed, value in zip(self.seeds, self.runs[column], strict=True)
-            if math.isfinite(value)
-        }
+        scores = self.runs["score"] if metric == self.metrics[0] else 100 * self.runs[f"validation.{metric}"]
+        return {seed: score for seed, score in zip(self.seeds, scores, strict=True) if math.isfinite(score)}
 
     def mean_and_std(self, metric: str) -> MeanAndStd:
         """Return mean and standard deviation of a metric over the seeds, scaled by `scale_for_display`."""
@@ -108,9 +92,8 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
         inputs: equal for runs that start from the same model and are trained and evaluated on the same data.
         usable: a finished run with a finite headline value that is not repeated.
         chosen_on: the set that chose the epoch and the shown configuration; see `get_selection_set`.
-        train_examples: number of training examples; NaN if unknown.
+        score: the headline metric, scaled by `scale_for_display`; NaN if it is not finite.
         validation_examples, selection_merit: see `RunRecord`; the latter is missing without a headline metric.
-        steps: optimizer steps until the last validation; NaN if unknown.
         candidate: whether a cell of Table 1 may show the run; see `is_table1_candidate`.
     """
     frame = runs.frame.copy()
@@ -129,10 +112,12 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     frame["usable"] = is_valid & ~frame["repeated"]
     frame["candidate"] = is_table1_candidate(frame)
     frame["chosen_on"] = [get_selection_set(record) for record in records]
-    frame["train_examples"] = [_to_float(record.data.get("train")) for record in records]
+    frame["score"] = [
+        scale_for_display(metric, float(value)) if is_finite(value) else math.nan
+        for metric, value in zip(frame["metric"], frame["value"], strict=True)
+    ]
     frame["validation_examples"] = [record.validation_examples for record in records]
     frame["selection_merit"] = [record.selection_merit if record.headline else math.nan for record in records]
-    frame["steps"] = [_to_float(record.epochs[-1].get("step")) if record.epochs else math.nan for record in records]
     cells = {(cell.task, cell.model, cell.family): cell.first_run for cell in select_cells(frame)}
     first_runs = [cells.get(key, {}) for key in zip(frame["task"], frame["model"], frame["family"], strict=True)]
     for varied in VARIED:
@@ -145,7 +130,7 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
 def get_selection_set(record: RunRecord) -> str:
     """Return the set that chooses a run's epoch and configuration: `VALIDATION`, or `HELD_OUT` training data."""
     if record.selection:
-        return HELD_OUT if record.selection.get("set") == _HELD_OUT_IN_RECORD else VALIDATION
+        return HELD_OUT if record.selection.get("set") == "held_out" else VALIDATION
     return HELD_OUT if record.config["task"].get("validation_fraction") else VALIDATION
 
 
@@ -173,13 +158,14 @@ def has_fixed_zeta(runs: pd.DataFrame) -> pd.Series:
     return _get_column(runs, "reg.zeta").map(is_finite).astype(bool) & is_shrinkage
 
 
-def select_cell(all_runs: pd.DataFrame, task: str, model: str, family: str) -> Cell:
-    """Select the best configuration of a task, model and method family, by `find_best_group`.
+def select_cell(runs: pd.DataFrame, family: str) -> Cell:
+    """Select the best configuration of a method family for one task and model, by `find_best_group`.
 
-    `all_runs` is from `add_selection_columns`. If no run has finished, the cell's `runs` are empty.
+    `runs` are the runs of one task and model from `add_selection_columns`. If no run of the family has finished, the
+    cell's `runs` are empty.
     """
-    is_in_cell = (all_runs["task"] == task) & (all_runs["model"] == model) & (all_runs["family"] == family)
-    candidates = all_runs[is_in_cell & all_runs["candidate"]]
+    task, model = (str(runs[column].iloc[0]) for column in ("task", "model"))
+    candidates = runs[(runs["family"] == family) & runs["candidate"]]
     failed_runs = candidates[candidates["status"] == "failed"]
     num_pruned = int((candidates["status"] == "pruned").sum())
     usable_runs = candidates[candidates["usable"]]
@@ -222,18 +208,14 @@ def find_best_group(runs: pd.DataFrame, column: str) -> str:
 
 def select_cells(all_runs: pd.DataFrame) -> list[Cell]:
     """Return a cell for each method family of every model and task with a run of any status."""
-    return [
-        select_cell(runs, str(runs["task"].iloc[0]), str(runs["model"].iloc[0]), family)
-        for runs in by_model_and_task(all_runs)
-        for family in paper.FAMILIES
-    ]
+    return [select_cell(runs, family) for runs in by_model_and_task(all_runs) for family in paper.FAMILIES]
 
 
 def by_model_and_task(runs: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """Yield the runs of each model and task, in the order of `list_models` and `list_tasks`."""
-    for model in list_models(runs):
-        model_runs = runs[runs["model"] == model]
-        for task in list_tasks(model_runs):
+    """Yield the runs of each model and task: models by name, and the paper's tasks before others by name."""
+    for _, model_runs in runs.groupby("model"):
+        tasks = set(model_runs["task"])
+        for task in [name for name in paper.PAPER_TASKS if name in tasks] + sorted(tasks - set(paper.PAPER_TASKS)):
             yield model_runs[model_runs["task"] == task]
 
 
@@ -241,17 +223,6 @@ def row_dicts(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows as dictionaries with string keys; missing values may be NaN."""
     names = list(map(str, frame))
     return [dict(zip(names, row, strict=True)) for row in frame.to_numpy(dtype=object)]
-
-
-def list_models(runs: pd.DataFrame) -> list[str]:
-    """Return the models of the runs, sorted by name."""
-    return sorted(runs["model"].unique())
-
-
-def list_tasks(runs: pd.DataFrame) -> list[str]:
-    """Return the tasks of the runs: the paper's in the order of Table 1, then the others by name."""
-    names = set(runs["task"])
-    return [name for name in paper.PAPER_TASKS if name in names] + sorted(names - set(paper.PAPER_TASKS))
 
 
 _TEMPLATE_BY_KEY = {
@@ -313,10 +284,6 @@ def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> 
 def _get_column(runs: pd.DataFrame, name: str) -> pd.Series:
     """Return a column of the runs; all values are missing if no run has this config key."""
     return runs[name] if name in runs else pd.Series(None, runs.index, dtype=object)
-
-
-def _to_float(value: Any) -> float:
-    return float(value) if is_finite(value) else math.nan
 
 
 def is_finite(value: Any) -> bool:

@@ -1,21 +1,19 @@
 """Compares every method with a reference, usually Base, over the same seeds, with one correction of all p-values.
 
 A method is a row of the table of all methods: each λ of I-STAR is a method. Its budget is how much it was tuned: its
-trials, their training limits, and the training examples seen. A trial is a configuration that was tried: all settings
-except the seed.
+trials and their training limits. A trial is a configuration that was tried: all settings except the seed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from istar.errors import UserError
 from istar.records.identity import BASE_LABEL
-from istar.records.metric_names import is_lower_better, scale_for_display
+from istar.records.metric_names import is_lower_better
 from istar.reports.configurations import (
     HELD_OUT,
     VALIDATION,
@@ -30,42 +28,15 @@ from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison
 from istar.statistics.paired import Holm
 
-_NUM_SIGN_PATTERNS = 99_999
-"""Number of random sign patterns of the sign-flip test for more than `paired.MAX_EXACT_PAIRS` pairs."""
 _TRIED_STATUSES = ("finished", "failed", "pruned")
 """Run statuses that count as a trial; an unfinished run may not have begun."""
-_LIMIT_KEYS: tuple[str, ...] = (
-    "trainer.max_epochs",
-    "trainer.stop_at_inter_sim",
-    "task.limit_train",
-    "task.validation_fraction",
-)
+_LIMIT_KEYS = ("trainer.max_epochs", "trainer.stop_at_inter_sim", "task.limit_train", "task.validation_fraction")
 """Config keys that limit the training of a run without `trainer.max_steps`."""
-_BATCH_SIZE_FACTORS: tuple[str, ...] = (
-    "data.batch_size", "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes",
+_LIMIT_KEYS_WITH_STEPS = (
+    "trainer.max_steps", "task.limit_train", "task.validation_fraction", "data.batch_size",
+    "trainer.accumulate_grad_batches", "trainer.devices", "trainer.num_nodes",
 )  # fmt: skip
-"""Config keys to multiply for the number of examples per optimizer step."""
-_LIMIT_KEYS_WITH_STEPS = ("trainer.max_steps", "task.limit_train", "task.validation_fraction", *_BATCH_SIZE_FACTORS)
 """Config keys that limit the training of a run with `trainer.max_steps`."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What was spent on tuning and training a method, on one task with one model."""
-
-    # Training limit of each trial in words, sorted. Early stopping and pruning do not lower it.
-    trial_limits: tuple[str, ...]
-    finished_epochs: float  # epochs of all finished runs (all trials and seeds) together; NaN if unknown
-    finished_examples: float  # training examples of all finished runs, with repetitions; NaN if unknown
-
-    @property
-    def num_trials(self) -> int:
-        """Number of configurations that were tried."""
-        return len(self.trial_limits)
-
-    def is_equal_to(self, other: "Budget") -> bool:
-        """Return whether both budgets have equally many trials with equal limits of epochs (or steps) and examples."""
-        return self.trial_limits == other.trial_limits
 
 
 @dataclass(frozen=True)
@@ -78,14 +49,14 @@ class Method:
     name: str  # with its settings
     short_name: str  # without its settings
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
-    budget: Budget
+    trial_limits: list[str]  # training limits of each trial as text, sorted; the method's budget
     num_configurations: int  # number of configurations with finished runs; one of them is shown
     selection_set: str  # set that chose the shown configuration, see `configurations.get_selection_set`
 
     @property
     def score_by_seed(self) -> dict[int, float]:
-        """The headline metric by seed, scaled by `istar.records.metric_names.scale_for_display`."""
-        return get_score_by_seed(self.runs)
+        """The headline metric by seed, as tables show it."""
+        return {int(seed): score for seed, score in zip(self.runs["seed"], self.runs["score"], strict=True)}
 
     @property
     def num_candidates(self) -> int:
@@ -220,7 +191,7 @@ def _compare_with_reference(
         collapsed=method.count_collapsed(seeds),
         reference_collapsed=reference.count_collapsed(seeds) if reference else 0,
         unmatched=len(scores.keys() ^ reference_scores.keys()),
-        has_equal_budgets=reference is None or method.budget.is_equal_to(reference.budget),
+        has_equal_budgets=reference is None or method.trial_limits == reference.trial_limits,
         lower_is_better=is_lower_better(method.metric),
         chosen_among=method.num_candidates,
         reference_chosen_among=reference.num_candidates if reference else 1,
@@ -235,7 +206,7 @@ def _compute_minimum_p(num_pairs: int, test: str) -> float:
     if test == "t":
         return 0.0
     is_exact = num_pairs <= paired.MAX_EXACT_PAIRS
-    return paired.smallest_sign_flip_p(num_pairs) if is_exact else 1 / (_NUM_SIGN_PATTERNS + 1)
+    return paired.smallest_sign_flip_p(num_pairs) if is_exact else 1 / (paired.RESAMPLES + 1)
 
 
 def _compute_minimum_detectable_difference(differences: np.ndarray, level: float, test: str) -> float | None:
@@ -272,7 +243,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 name=name,
                 short_name=str(first_run["method_name"]),
                 runs=chosen_runs,
-                budget=compute_budget(method_runs),
+                trial_limits=_list_trial_limits(method_runs),
                 num_configurations=int(finished_runs["config_hash"].nunique()),
                 selection_set=HELD_OUT if is_held_out else VALIDATION,
             )
@@ -294,39 +265,16 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {name: runs_by_method[name].sort_values("seed") for name in ordered_names}
 
 
-def get_score_by_seed(runs: pd.DataFrame) -> dict[int, float]:
-    """Return the headline metric by seed, scaled by `scale_for_display`; each run has another seed."""
-    rows = zip(runs["seed"], runs["metric"], runs["value"].astype(float), strict=True)
-    return {int(seed): scale_for_display(metric, value) for seed, metric, value in rows}
+def _list_trial_limits(runs: pd.DataFrame) -> list[str]:
+    """Return the training limits of each trial, from all runs of a method on one task with one model.
 
-
-def compute_budget(runs: pd.DataFrame) -> Budget:
-    """Return the budget of a method from all its runs on one task with one model, finished or not.
-
-    `runs` has the columns of `configurations.add_selection_columns`.
+    Early stopping and pruning do not lower them.
     """
     trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("settings_hash")
-    limits = trials.reindex(columns=sorted({*_LIMIT_KEYS, *_LIMIT_KEYS_WITH_STEPS}))
-    finished_runs = runs[runs["usable"]]
-    num_examples = finished_runs["steps"].astype(float)
-    for key in _BATCH_SIZE_FACTORS:
-        if key in finished_runs:
-            # `trainer.devices` may be a word, which counts as 1.
-            num_examples = num_examples * pd.to_numeric(finished_runs[key], errors="coerce").fillna(1.0)
-    num_epochs = num_examples / finished_runs["train_examples"].astype(float)
-    return Budget(tuple(sorted(map(_describe_limit, row_dicts(limits)))), sum(num_epochs), sum(num_examples))
-
-
-def _describe_limit(run: Mapping[str, Any]) -> str:
-    max_steps = run["trainer.max_steps"]
-    # A number of steps replaces the number of epochs as the limit.
-    has_max_steps = is_finite(max_steps) and max_steps > 0
-    limit_keys = _LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS
-    return ", ".join(f"{key}={_format_value(run[key])}" for key in limit_keys)
-
-
-def _format_value(value: Any) -> str:
-    """Return a setting as text: `-` if it is missing; no decimals for an integer that pandas has made a float."""
-    if value is None or (isinstance(value, float) and pd.isna(value)):
-        return "-"
-    return f"{value:g}" if is_finite(value) else str(value)
+    limits = trials.reindex(columns=sorted({*_LIMIT_KEYS, *_LIMIT_KEYS_WITH_STEPS})).astype(object)
+    trial_limits = []
+    for run in row_dicts(limits.where(limits.notna(), None)):
+        # A number of steps replaces the number of epochs as the limit.
+        has_max_steps = is_finite(run["trainer.max_steps"]) and run["trainer.max_steps"] > 0
+        trial_limits.append(str([run[key] for key in (_LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS)]))
+    return sorted(trial_limits)

@@ -26,9 +26,6 @@ from istar.statistics import POWER, paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from istar.statistics.paired import mean_and_std
 
-_HEADER_BY_MEASURE = {
-    "within": "IsoScore\nwithin", "between": "IsoScore\nbetween", "between_share": "share of variance\nbetween"
-}  # fmt: skip
 _FORMAT_SPEC_BY_MEASURE = {"within": ".3f", "between": ".4f", "between_share": ".3f"}
 _STAGES = ("before", "after")
 """Times of the measurements, relative to training."""
@@ -122,11 +119,9 @@ def _build_row(
         "mean": scores.mean,
         "std": scores.std,
         "seeds": scores.count,
-        "trials": method.budget.num_trials,
+        "trials": len(method.trial_limits),
         "configurations": method.num_configurations,
         "chosen_on": method.selection_set,
-        "finished_epochs": method.budget.finished_epochs,
-        "finished_examples": method.budget.finished_examples,
         **dict.fromkeys(
             ("pairs", "minus_reference", "low", "high", "p", "p_holm", "smallest_difference", "smallest_level")
         ),
@@ -229,14 +224,14 @@ def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, Run
         "most (C - 2) / (d - 1) for C classes and d dimensions, so that it is 0 for two classes. Share: the trace of "
         "the latter covariance divided by that of the total covariance, which is the sum of both. IsoScore is too low "
         "for fewer than about ten examples per dimension: compare it only over the same validation set.",
-        header=("task", "method", "seeds", *_HEADER_BY_MEASURE.values()),
+        header=("task", "method", "seeds", "IsoScore\nwithin", "IsoScore\nbetween", "share of variance\nbetween"),
         rows_by_group=group_rows_by_model(rows, _format_class_row),
         frame=pd.DataFrame(rows),
         num_row_headers=2,
     )
 
 
-def get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
+def _get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
     """Return the finite measures of a run's last layer `before` or `after` training, by name."""
     measures_by_layer = record.class_isotropy.get(stage) or {}
     last_layer_measures = measures_by_layer[max(measures_by_layer, key=int)] if measures_by_layer else {}
@@ -245,7 +240,7 @@ def get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
 
 def _build_class_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) -> dict[str, Any] | None:
     """Return a method's row of means over seeds; None if no run has the measures."""
-    measured_records = [record for record in records if get_last_layer_measures(record, "after")]
+    measured_records = [record for record in records if _get_last_layer_measures(record, "after")]
     if not measured_records:
         return None
     row = {
@@ -255,10 +250,10 @@ def _build_class_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecor
         "seeds": len(measured_records),
     }
     for stage in _STAGES:
-        for measure in _HEADER_BY_MEASURE:
-            seed_values = [get_last_layer_measures(record, stage).get(measure) for record in measured_records]
-            defined_values = [value for value in seed_values if value is not None]
-            row[f"{measure}_{stage}"] = fmean(defined_values) if defined_values else None
+        measures = [_get_last_layer_measures(record, stage) for record in measured_records]
+        for name in _FORMAT_SPEC_BY_MEASURE:
+            values = [measures_of_seed[name] for measures_of_seed in measures if name in measures_of_seed]
+            row[f"{name}_{stage}"] = fmean(values) if values else None
     return row
 
 

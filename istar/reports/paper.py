@@ -14,8 +14,6 @@ PAPER_TASKS = ("sst2", "qnli", "rte", "mrpc", "qqp", "cola", "stsb", "sst5", "sq
 """The paper's tasks in the order of Table 1."""
 FAMILIES = {method: METHOD_NAMES[method] for method in (BASE, "cosreg", "istar")}
 """The paper's methods: name in files -> name in the paper."""
-SEEDS = (1, 2, 3, 4, 5)  # five, as in the paper, which does not name its seeds
-
 ISOSCORE_ZETA = 0.2  # zeta of the IsoScore* in the paper's Figures 3 and 6
 
 

@@ -1,15 +1,15 @@
-"""The paper's Figures 3 to 8 as numbers, computed from runs."""
+"""The paper's Figures 2 to 8 as numbers: Figure 2 from a file, the others computed from runs."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
-from istar.records.metric_names import scale_for_display
 from istar.records.results import RunRecord
 from istar.reports import paper
 from istar.reports.configurations import are_all_collapsed, find_best_group, has_fixed_zeta
@@ -22,11 +22,44 @@ from istar.reports.figure_runs import (
     select_by_lambda,
     split_by_task,
 )
-from istar.reports.geometry_file import Geometry
+from istar.reports.geometry_file import Geometry, IsoScoreStar
 
 MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
+TRUE_SCORE = 0.86734
+"""IsoScore of the distribution in Figure 2."""
 _LARGEST_LAMBDA = 5.0
 """Absolute value of lambda at the ends of its colour scale."""
+
+
+def build_minibatch_stability_plot() -> Plot:
+    """Return the paper's Figure 2: IsoScore* of batches of a synthetic Gaussian cloud against the batch size.
+
+    The scores do not depend on any run, and are in `stability.csv`, which `python -m tests.reports.simulated_stability`
+    writes.
+    """
+    with files("istar.reports").joinpath("stability.csv").open(encoding="utf-8") as file:
+        scores = pd.read_csv(file)
+    lines = []
+    for label, rows in scores.groupby("line", sort=False):
+        points, means, deviations = (tuple(rows[column].astype(float)) for column in ("points", "mean", "std"))
+        line = Line(str(label), points, means, y_error=deviations)
+        zeta = float(rows["zeta"].iloc[0])  # NaN for a line without a fixed zeta
+        lines.append(line if math.isnan(zeta) else replace(line, colour_scale="sequential", scale_position=zeta))
+    truth = TRUE_SCORE, f"truth ({TRUE_SCORE:.2f})"
+    panel = Panel("IsoScore*", lines, y_bounds=(0, 1), horizontal_line=truth)
+    return Plot(
+        name="figure2",
+        title="Figure 2: mini-batch stability",
+        caption="IsoScore* of batches of a synthetic Gaussian cloud in 768 dimensions, variances 10, 6, 4, 4, 1, ..., "
+        "1, by batch size and ζ; Σ_S is the covariance of 75,000 other points. In addition to the paper: ζ = auto, "
+        "estimated from each batch, and the unbiased IsoScore, which needs no Σ_S. Mean and "
+        "standard deviation of three batches each; dashed line: the score of the distribution itself. This figure "
+        "needs no run.",
+        kind="line",
+        x_label="points in the batch",
+        panels=(panel,),
+        log_x=True,
+    )
 
 
 def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
@@ -42,11 +75,7 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
     measure, reason = _choose_isotropy_measure(selections, geometry_by_folder)
     isotropy_by_folder = dict(zip(all_runs["folder"], all_runs["isoscore_after"].astype(float), strict=True))
     if measure == "IsoScore*":
-        isotropy_by_folder = {
-            folder: geometry.isoscore_star.union
-            for folder, geometry in geometry_by_folder.items()
-            if geometry.isoscore_star is not None
-        }
+        isotropy_by_folder = {folder: star["union"] for folder, star in _get_isoscore_stars(geometry_by_folder).items()}
     panels = []
     for selection in selections:
         max_seeds = max(map(len, selection.runs_by_value.values()))
@@ -72,11 +101,11 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
 
     It shows the runs that have an entry in `geometry_by_folder`.
     """
-    activations_by_folder = {folder: geometry.mean_activation for folder, geometry in geometry_by_folder.items()}
+    activations_by_folder = {folder: geometry["mean_activation"] for folder, geometry in geometry_by_folder.items()}
     selections = _select_curves(all_runs, activations_by_folder, "cosreg", "last", (-1, 1))
     caption = ""
     if selections:
-        counts = [geometry_by_folder[folder].num_examples for selection in selections for folder in selection.folders]
+        counts = [geometry_by_folder[folder]["examples"] for selection in selections for folder in selection.folders]
         caption = (
             f"Mean activation of each dimension of the last layer over the tokens of {_format_range(counts)} "
             "validation texts, mean over seeds: without a penalty, and with CosReg on the last layer."
@@ -99,7 +128,7 @@ def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: M
 
     It shows the runs that have an entry in `geometry_by_folder`.
     """
-    dimensions_by_folder = {folder: geometry.two_nn for folder, geometry in geometry_by_folder.items()}
+    dimensions_by_folder = {folder: geometry["two_nn"] for folder, geometry in geometry_by_folder.items()}
     selections = _select_curves(all_runs, dimensions_by_folder, "istar", "all", (-5, -3, 3, 5))
     return Plot(
         name="figure5",
@@ -119,19 +148,16 @@ def build_layer_isotropy_plot(
 
     The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
     """
-    isotropy_by_folder: dict[str, Sequence[float]] = {
+    isotropy_by_folder = {
         folder: isoscores
         for folder in all_runs[all_runs["usable"]]["folder"]
-        if (isoscores := _get_isoscore_by_layer(records[folder]))
+        if (isoscores := _sort_by_layer(records[folder].isotropy.get("after", {})))
     }
     selections = _select_curves(all_runs, isotropy_by_folder, "istar", "all", (-1, 1))
     measure, reason = _choose_isotropy_measure(selections, geometry_by_folder)
     if measure == "IsoScore*":
-        isotropy_by_folder = {
-            folder: geometry.isoscore_star.layers
-            for folder, geometry in geometry_by_folder.items()
-            if geometry.isoscore_star is not None
-        }
+        stars = _get_isoscore_stars(geometry_by_folder)
+        isotropy_by_folder = {folder: _sort_by_layer(star["layers"]) for folder, star in stars.items()}
     return Plot(
         name="figure6",
         title="Figure 6: isotropy layer by layer",
@@ -143,10 +169,17 @@ def build_layer_isotropy_plot(
     )
 
 
-def _get_isoscore_by_layer(record: RunRecord) -> list[float]:
-    """Return IsoScore after training from the embeddings to the last layer; empty if it was not measured."""
-    after = record.isotropy.get("after", {})
-    return [after[layer] for layer in sorted(filter(str.isdigit, after), key=int)]
+def _sort_by_layer(score_by_layer: Mapping[str, float]) -> list[float]:
+    """Return the scores of the layers from the embeddings to the last layer, without the score of their union."""
+    return [score_by_layer[layer] for layer in sorted(filter(str.isdigit, score_by_layer), key=int)]
+
+
+def _get_isoscore_stars(geometry_by_folder: Mapping[str, Geometry]) -> dict[str, IsoScoreStar]:
+    return {
+        folder: geometry["isoscore_star"]
+        for folder, geometry in geometry_by_folder.items()
+        if "isoscore_star" in geometry
+    }
 
 
 def _choose_isotropy_measure(
@@ -158,8 +191,10 @@ def _choose_isotropy_measure(
     """
     zeta, tokens = paper.ISOSCORE_ZETA, "all tokens of the validation set"
     folders = {folder for selection in selections for folder in selection.folders}
-    stars = {folder: geometry_by_folder[folder].isoscore_star for folder in folders & geometry_by_folder.keys()}
-    num_points = {folder: star.num_points for folder, star in stars.items() if star is not None and star.zeta == zeta}
+    stars = _get_isoscore_stars(geometry_by_folder)
+    num_points = {
+        folder: star["num_points"] for folder, star in stars.items() if folder in folders and star["zeta"] == zeta
+    }
     if folders and len(num_points) == len(folders):
         return "IsoScore*", (
             f"IsoScore* with the paper's ζ = {zeta:g} over {tokens}, in all {len(folders)} runs of this figure; Σ_S is "
@@ -185,7 +220,7 @@ def _format_range(counts: Collection[int]) -> str:
 
 def _select_curves(
     all_runs: pd.DataFrame,
-    y_by_folder: Mapping[str, Sequence[float]],
+    y_by_folder: Mapping[str, Sequence[float | None]],
     family: str,
     layers: str,
     paper_lambdas: Sequence[float],
@@ -206,7 +241,7 @@ def _select_curves(
 
 
 def _build_curve_panels(
-    selections: Sequence[FigureRuns], y_by_folder: Mapping[str, Sequence[float]], y_label: str
+    selections: Sequence[FigureRuns], y_by_folder: Mapping[str, Sequence[float | None]], y_label: str
 ) -> list[Panel]:
     """Return a panel per selection: lines of means over seeds, with bands of one standard deviation."""
     panels = []
@@ -284,7 +319,7 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
         selection = FigureRuns("layers", single_layer_runs, selected, {**runs_by_layer, "all": all_layer_runs})
         panel = build_panel(selection, [_build_metric_line(selected, "layer")])
         if not all_layer_runs.empty:
-            all_layer_score = float(_compute_displayed_scores(all_layer_runs).mean())
+            all_layer_score = float(all_layer_runs["score"].mean())
             panel = replace(panel, horizontal_line=(all_layer_score, "all layers"))
         panels.append(panel)
     return Plot(
@@ -305,7 +340,7 @@ def _get_single_layer(layers: Any) -> int | None:
 
 def _build_metric_line(runs: pd.DataFrame, x_column: str) -> Line:
     """Return a line of the mean headline metric over seeds against the numbers in a column."""
-    scores_by_x = _compute_displayed_scores(runs).groupby(runs[x_column].astype(float))
+    scores_by_x = runs["score"].groupby(runs[x_column].astype(float))
     counts, means = scores_by_x.size(), scores_by_x.mean()
     return Line(
         "mean ± std",
@@ -325,7 +360,7 @@ def build_mean_point(
 
     `max_seeds` is the largest number of seeds of a point in the same panel.
     """
-    isotropy, scores = runs["folder"].map(isotropy_by_folder).astype(float), _compute_displayed_scores(runs)
+    isotropy, scores = runs["folder"].map(isotropy_by_folder).astype(float), runs["score"]
     x_error, y_error = np.nan_to_num([isotropy.std(), scores.std()])
     return Line(
         label,
@@ -335,11 +370,4 @@ def build_mean_point(
         y_error=(y_error,),
         hollow=(len(runs) < max_seeds,),
         crossed=(are_all_collapsed(runs),),
-    )
-
-
-def _compute_displayed_scores(runs: pd.DataFrame) -> pd.Series:
-    metrics_and_values = zip(runs["metric"], runs["value"].astype(float), strict=True)
-    return pd.Series(
-        [scale_for_display(metric, value) for metric, value in metrics_and_values], index=runs.index, dtype=float
     )

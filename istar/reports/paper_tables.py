@@ -23,6 +23,7 @@ from istar.records.metric_names import count_decimals, format_number, merit
 from istar.reports import paper
 from istar.reports.configurations import (
     Cell,
+    are_all_collapsed,
     describe_hyperparameters,
     find_differing_keys,
     have_same_inputs,
@@ -116,8 +117,8 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str, names_in_paper: tuple
         "paper_std": paper_std,
         "minus_paper": None if scores.mean is None or paper_mean is None else scores.mean - paper_mean,
         **dict.fromkeys(("minus_base", "pairs", "p_t_test", "p_sign_flip")),
-        "collapsed": cell.num_collapsed,
-        "all_collapsed": cell.is_collapsed,
+        "collapsed": int(cell.runs["collapsed"].eq(True).sum()),
+        "all_collapsed": are_all_collapsed(cell.runs),
         "failed": cell.num_failed,
         "pruned": cell.num_pruned,
         "configurations": cell.num_configurations,
@@ -233,7 +234,7 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
         "zeta": _finite_or_none(cell.first_run.get("reg.zeta")),
         "seeds": len(cell.seeds),
         "mean": cell.mean_and_std(metric).mean,
-        "all_collapsed": cell.is_collapsed,
+        "all_collapsed": are_all_collapsed(cell.runs),
         "tried": num_pairs_tried,
         "chosen_on": cell.selection_set,
         "paper_lambda": paper_lambda,

@@ -45,14 +45,6 @@ class RankedMethods:
     reference: str = BASE_LABEL  # name of the method that the others are compared with
     reason: str = ""  # why the methods are not ranked, as a sentence; empty if they are
 
-    @property
-    def bars(self) -> tuple[float, ...]:
-        """The half-width of the bar of a rank; empty if no two methods differ.
-
-        Two methods differ if Friedman's test rejects and their ranks differ by the critical difference or more.
-        """
-        return (self.critical_difference / 2,) if self.friedman_p < self.alpha else ()
-
     def summarize(self) -> str:
         """Return the conclusion from the ranks in words, or the reason for missing ranks."""
         if self.reason:
@@ -70,15 +62,12 @@ class RankedMethods:
                 f"differ by {self.critical_difference:.2f} or more (Nemenyi's critical difference, "
                 f"alpha = {self.alpha:g})"
             )
-        return f"{text}.{self._describe_unranked_methods()}"
-
-    def _describe_unranked_methods(self) -> str:
-        if not self.unranked_methods:
-            return ""
-        return (
-            " Not ranked, because on at least one of these tasks they have no run, or other seeds, another model, "
-            f"other data or another budget than {self.reference}: {', '.join(self.unranked_methods)}."
-        )
+        if self.unranked_methods:
+            text += (
+                ". Not ranked, because on at least one of these tasks they have no run, or other seeds, another model, "
+                f"other data or another budget than {self.reference}: {', '.join(self.unranked_methods)}"
+            )
+        return f"{text}."
 
 
 def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
@@ -207,18 +196,16 @@ def _format_row(row: Mapping[str, Any]) -> list[Entry]:
 
 def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
     """Return the plot of average ranks, with a panel for each model with ranked methods."""
-    panels = tuple(
-        Panel(
-            "",
-            [
-                Line(name, x=(rank,), y=(float(row_number),), x_error=methods.bars)
-                for row_number, (name, rank) in enumerate(methods.average_rank_by_method.items(), 1)
-            ],
-            model=methods.model,
-        )
-        for methods in ranked
-        if not methods.reason
-    )
+    panels = []
+    for methods in ranked:
+        # Two methods differ if Friedman's test rejects and their ranks differ by the critical difference or more.
+        half_width = (methods.critical_difference / 2,) if methods.friedman_p < methods.alpha else ()
+        lines = [
+            Line(name, x=(rank,), y=(float(row_number),), x_error=half_width)
+            for row_number, (name, rank) in enumerate(methods.average_rank_by_method.items(), 1)
+        ]
+        if lines:
+            panels.append(Panel("", lines, model=methods.model))
     return Plot(
         name="ranks",
         title="Average ranks over tasks",
@@ -227,5 +214,5 @@ def build_rank_plot(ranked: list[RankedMethods]) -> Plot:
         "overlap. Without bars, Friedman's test finds no difference.",
         kind="ranks",
         x_label="average rank",
-        panels=panels,
+        panels=tuple(panels),
     )

@@ -7,13 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot
+from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.records.identity import BASE_LABEL
 from istar.reports import (
@@ -25,7 +25,6 @@ from istar.reports import (
     paper_tables,
     plan_file,
     rank_figure,
-    stability,
     sweep_commands,
     training_figures,
 )
@@ -34,7 +33,6 @@ from istar.reports.run_frame import Runs, read_runs
 from istar.statistics import ALPHA, TEST, conclusions
 
 REPORT_KIND = PageKind("report", "istar report")
-_MAX_ROWS = 300  # rows that the page shows of an ungrouped table; the files have all rows
 
 
 @dataclass(frozen=True)
@@ -64,26 +62,23 @@ def write_report(
     """
     page_folder.check(out, REPORT_KIND, (root,) if plan_path is None else (root, plan_path))
     plan = None if plan_path is None else plan_file.read_plan(plan_path)
-    progress_columns = TextColumn("{task.description}", markup=False), BarColumn()
-    is_hidden = console is None or not console.is_terminal
-    with Progress(*progress_columns, console=console, transient=True, disable=is_hidden) as progress:
+    with make_progress(console) as progress:
         progress_task = progress.add_task("reading runs", total=None)
         runs = read_runs(root, keep_records=True, excluded=out)
         if runs.frame.empty:
             num_errors = len(runs.read_errors)
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
-        progress.update(progress_task, description="computing tables and figures", advance=1)
+        progress.update(progress_task, description="computing tables and figures")
         sheets, sections = _compute_contents(runs, root, plan_path, plan, reference)
         plots = [plot for _, plot in sections if plot is not None]
-        # The two steps besides the figures are reading, which is done, and writing.
         num_pictures = sum(len({panel.model for panel in plot.panels}) for plot in plots)
-        progress.update(progress_task, total=2 + num_pictures, description="drawing figures")
+        progress.update(progress_task, total=num_pictures, description="drawing figures")
         pictures = render_pictures(plots, out / page_folder.FIGURES, lambda name: progress.advance(progress_task))
         drawn_sections = [
             replace(section, pictures=pictures[plot.name] if plot is not None else ()) for section, plot in sections
         ]
-        progress.update(progress_task, description="writing", advance=1)
+        progress.update(progress_task, description="writing")
         subject_line = "Runs below", str(root), f"read by istar {version('istar')}"
         title = "Isotropy and fine-tuning: report"
         page = Page(title, subject_line, REPORT_KIND.generator, _count_runs(runs), drawn_sections)
@@ -117,7 +112,7 @@ def _compute_contents(
         *training_figures.build_training_plots(all_runs),
     ]
     paper_plots = [
-        stability.build_minibatch_stability_plot(),
+        paper_figures.build_minibatch_stability_plot(),
         paper_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
         paper_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
         paper_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),
@@ -187,7 +182,7 @@ def _build_section(
     notes = sheet.notes if artefact.name == "over_tasks" and sheet else ()
     if sheet is not None:
         # The caption of a table is folded if it is long.
-        sheet, captions = replace(_truncate_sheet(sheet), caption=" ".join([sheet.caption, *captions])), []
+        sheet, captions = replace(sheet, caption=" ".join([sheet.caption, *captions])), []
     section = Section(
         artefact.name,
         artefact.title,
@@ -218,12 +213,3 @@ _READING_GUIDE = (
     "Collapsed runs, which have constant predictions, are part of the means. Failed, unfinished and pruned runs do not "
     "count. The runs of a line in a figure differ only in the seed and in what its axis or legend varies."
 )
-
-
-def _truncate_sheet(sheet: Sheet) -> Sheet:
-    """Return the first `_MAX_ROWS` rows of an ungrouped table, with a note on the rest; other tables as they are."""
-    num_excess_rows = len(sheet.rows) - _MAX_ROWS
-    if num_excess_rows <= 0 or any(sheet.rows_by_group):
-        return sheet
-    note = f"{num_excess_rows} more rows are in the files."
-    return replace(sheet, rows_by_group={"": sheet.rows[:_MAX_ROWS]}, notes=(*sheet.notes, note))

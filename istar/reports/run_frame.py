@@ -41,6 +41,7 @@ _LEAST_IMPORTANT_COLUMNS = (
 
 A label of tasks or models that is longer than their part of the run's name counts as a setting.
 """
+_TABLE = "table of runs"
 _METRIC_COLUMNS = ("value", "constant", "selection")
 _FORMAT_SPECS = {"isoscore_before": ".4f", "isoscore_after": ".4f", "seconds": ".0f", "epoch": ".0f"}
 _COLUMN_GAP = 2
@@ -131,26 +132,21 @@ def check_export(path: Path) -> None:
     """
     if path.suffix not in _WRITERS:
         raise UserError(f"{path}: the suffix decides the format; expected one of {', '.join(_WRITERS)}")
-    _make_output(path).check([path.name])
-
-
-def _make_output(path: Path) -> Output:
-    return Output(path.parent, "table of runs")
+    Output(path.parent, _TABLE).check([path.name])
 
 
 def export_frame(frame: pd.DataFrame, path: Path) -> None:
     """Write a data frame as CSV, Parquet or JSON (a list of objects), depending on the suffix of `path`.
 
     Raises:
-        UserError: as `check_export` does, or if the file cannot be written.
+        UserError: if a file would be replaced that this function did not write, or the file cannot be written.
     """
-    check_export(path)
     # Parquet needs one type per column; lists and mixed columns (reg.layers, trainer.devices) are written as text.
     frame = frame.map(lambda value: str(value) if isinstance(value, list | dict) else value)
     for column in frame:
         if frame[column].dtype == object and frame[column].map(type).nunique() > 1:
             frame[column] = frame[column].map(lambda value: None if pd.isna(value) else str(value))
-    _make_output(path).write({path.name: _WRITERS[path.suffix](frame)})
+    Output(path.parent, _TABLE).write({path.name: _WRITERS[path.suffix](frame)})
 
 
 _WRITERS: dict[str, Callable[[pd.DataFrame], bytes]] = {

@@ -2,9 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from istar.reports import paper
 from istar.reports.configurations import Cell, by_model_and_task
 from istar.reports.method_comparisons import select_runs_by_method
 
-_LOSS_COLUMN = "train/task_loss"
+_LOSS_COLUMN, _LOSS_LABEL = "train/task_loss", "training loss"
 _MAX_BINS = 50
 """Maximum number of points of a loss curve; each point is the mean over the steps of a bin."""
 
@@ -75,7 +73,8 @@ def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
     means = values_by_x.mean()
     # The standard deviation of a single run is undefined.
     deviations = tuple(values_by_x.std().fillna(0.0))
-    return [Line(label, tuple(map(float, means.index)), tuple(means), y_error=deviations)]
+    y_error = deviations if any(deviations) else ()
+    return [Line(label, tuple(map(float, means.index)), tuple(means), y_error=y_error)]
 
 
 def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
@@ -87,27 +86,55 @@ def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
     panels_by_task: dict[str, list[Panel]] = {}
     for runs in by_model_and_task(all_runs[all_runs["usable"]]):
         panels_by_task.setdefault(str(runs["task.name"].iloc[0]), []).extend(_build_task_panels(runs))
-    return [_build_task_plot(task, panels) for task, panels in panels_by_task.items() if panels]
+    return [
+        Plot(
+            name=f"training-{task}",
+            title=f"Geometry during training: {task}",
+            caption="The training loss without the penalty, and measures of the last layer on a sample of validation "
+            "examples, which is the same for all runs. Lines: means over seeds; bands: standard deviations. IsoScore "
+            "has ζ = 0.",
+            kind="line",
+            x_label="optimizer step",
+            panels=tuple(panels),
+        )
+        for task, panels in panels_by_task.items()
+        if panels
+    ]
 
 
-def _read_metrics_by_method(runs: pd.DataFrame) -> dict[str, list[pd.DataFrame]]:
-    """Return the logged metrics of each run that measured its geometry, by method; Base is first."""
-    tables_by_method = {}
+def _build_task_panels(runs: pd.DataFrame) -> list[Panel]:
+    """Return the panels of one model and task; their title is the label of the task if it is not only its name."""
+    task, model = (str(runs[column].iloc[0]) for column in ("task", "model"))
+    title = "" if task == runs["task.name"].iloc[0] else task
+    lines_by_label: dict[str, list[Line]] = {label: [] for label in (_LOSS_LABEL, *GEOMETRY_LABELS.values())}
     for method, method_runs in select_runs_by_method(runs).items():
         tables = [table for folder in method_runs["folder"] if (table := _read_metrics(Path(folder))) is not None]
-        if tables:
-            tables_by_method[method] = tables
-    return tables_by_method
+        for label, lines in lines_by_label.items() if tables else ():
+            values_by_step = [table[label].dropna() for table in tables]
+            if label == _LOSS_LABEL:
+                values_by_step = list(map(_average_in_bins, values_by_step))
+            lines += _make_mean_lines(method, pd.concat(values_by_step))
+    return [Panel(label, lines, title, model) for label, lines in lines_by_label.items() if lines]
 
 
 def _read_metrics(folder: Path) -> pd.DataFrame | None:
-    """Read the metrics that a run logged during training; None without geometry or without a readable file."""
+    """Read the training loss and the measures of the last layer that a run logged, with their labels as columns.
+
+    The index is the number of optimizer steps. None without geometry or without a readable file.
+    """
     path = folder / METRICS_FILE
     if not path.is_file():  # opening a FIFO would wait forever
         return None
     try:
         table = pd.read_csv(path).apply(pd.to_numeric)
-        return table[np.isfinite(table["step"])] if _find_last_layer(table) is not None else None
+        table = table[np.isfinite(table["step"])].set_index("step")
+        names = [name for name in map(str, table) if name.startswith("geometry/layer_")]
+        layers = [int(name.split("/")[1].removeprefix("layer_")) for name in names]
+        if not layers:
+            return None
+        columns = {geometry_key(max(layers), measure): label for measure, label in GEOMETRY_LABELS.items()}
+        columns[_LOSS_COLUMN] = _LOSS_LABEL
+        return table.rename(columns=columns).reindex(columns=list(columns.values()))
     except pd.errors.EmptyDataError:
         return None
     except (OSError, ValueError, LookupError) as error:
@@ -115,60 +142,8 @@ def _read_metrics(folder: Path) -> pd.DataFrame | None:
         return None
 
 
-def _find_last_layer(table: pd.DataFrame) -> int | None:
-    """Return the index of the last layer with geometry in a table of logged metrics; None if there is none."""
-    layer_indices = [
-        int(name.split("/")[1].removeprefix("layer_")) for name in map(str, table) if name.startswith("geometry/layer_")
-    ]
-    return max(layer_indices, default=None)
-
-
-def _build_task_plot(task: str, panels: Sequence[Panel]) -> Plot:
-    return Plot(
-        name=f"training-{task}",
-        title=f"Geometry during training: {task}",
-        caption="The training loss without the penalty, and measures of the last layer on a sample of validation "
-        "examples, which is the same for all runs. Lines: means over seeds; bands: standard deviations. IsoScore has "
-        "ζ = 0.",
-        kind="line",
-        x_label="optimizer step",
-        panels=tuple(panels),
-    )
-
-
-def _build_task_panels(runs: pd.DataFrame) -> list[Panel]:
-    """Return the panels of one model and task; their title is the label of the task if it is not only its name."""
-    task, model = (str(runs[column].iloc[0]) for column in ("task", "model"))
-    title = "" if task == runs["task.name"].iloc[0] else task
-    tables_by_method = _read_metrics_by_method(runs)
-    lines_by_label = {"training loss": _build_lines(tables_by_method, _get_binned_loss)}
-    for measure, label in GEOMETRY_LABELS.items():
-        lines_by_label[label] = _build_lines(tables_by_method, partial(_get_measure, measure=measure))
-    return [Panel(label, lines, title, model) for label, lines in lines_by_label.items() if lines]
-
-
-def _build_lines(
-    tables_by_method: Mapping[str, list[pd.DataFrame]], get_series: Callable[[pd.DataFrame], pd.Series]
-) -> list[Line]:
-    """Return a line for each method that has values; `get_series` returns a run's values by step."""
-    lines = []
-    for method, tables in tables_by_method.items():
-        for line in _make_mean_lines(method, pd.concat([get_series(table) for table in tables])):
-            lines.append(line if any(line.y_error) else replace(line, y_error=()))
-    return lines
-
-
-def _get_measure(table: pd.DataFrame, measure: str) -> pd.Series:
-    """Return a measure of the last layer by the number of optimizer steps done; empty if it was not logged."""
-    column = geometry_key(str(_find_last_layer(table)), measure)
-    return table.set_index("step")[column].dropna() if column in table else pd.Series(dtype=float)
-
-
-def _get_binned_loss(table: pd.DataFrame) -> pd.Series:
-    """Return the training loss by step, averaged over at most `_MAX_BINS` bins of equal width."""
-    if _LOSS_COLUMN not in table:
-        return pd.Series(dtype=float)
-    losses = table.set_index("step")[_LOSS_COLUMN].dropna()
+def _average_in_bins(losses: pd.Series) -> pd.Series:
+    """Average losses by step over at most `_MAX_BINS` bins of equal width."""
     if losses.empty:
         return losses
     bin_width = max(1, math.ceil((losses.index.max() + 1) / _MAX_BINS))

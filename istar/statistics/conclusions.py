@@ -56,13 +56,8 @@ class Comparison:
     obstacle: str = ""
 
     def __post_init__(self) -> None:
-        """Raise a `UserError` if a count or the p-value is out of range, or the interval lacks the difference."""
+        """Raise a `UserError` if a number is out of range, or the interval lacks the difference."""
         name = f"{self.method} on {self.task}"
-        if min(self.pairs, self.unmatched) < 0 or min(self.chosen_among, self.reference_chosen_among) < 1:
-            raise UserError(f"{name}: a count is negative, or a choice among fewer than 1 configuration; expected more")
-        for count in (self.collapsed, self.reference_collapsed):
-            if not 0 <= count <= self.pairs:
-                raise UserError(f"{name}: {count} collapsed runs of {self.pairs}; expected from 0 to {self.pairs}")
         if self.p_value is not None and not 0 <= self.p_value <= 1:
             raise UserError(
                 f"{name}: {self.p_value} is no p-value; expected a number in [0, 1], or None without a test"

@@ -31,9 +31,10 @@ TESTS = {"t": "paired t-test", "sign-flip": "paired sign-flip test"}
 """Paired tests of a mean difference by their short names: `t_test` and `sign_flip_test`."""
 MAX_EXACT_PAIRS = 20
 """Largest number of pairs for which `sign_flip_test` enumerates all sign patterns; half a million by symmetry."""
-
+RESAMPLES = 99_999
+"""Number of random sign patterns of `sign_flip_test` for more pairs."""
 _RESAMPLES_AT_ONCE = 10_000
-"""Number of random resamples drawn at once; bounds the memory."""
+"""Number of random sign patterns drawn at once; bounds the memory."""
 
 
 class Interval(NamedTuple):
@@ -43,54 +44,37 @@ class Interval(NamedTuple):
     high: float
 
 
-class SignFlipTest(NamedTuple):
-    """Result of `sign_flip_test`."""
-
-    p_value: float  # two-sided, in (0, 1]
-    patterns: int  # number of sign patterns compared, including the observed one
-    is_exact: bool  # whether these were all patterns
-
-
-def sign_flip_test(differences: ArrayLike, resamples: int = 99_999, seed: int = 0) -> SignFlipTest:
-    r"""Test whether paired differences are symmetric about 0, by flipping their signs.
+def sign_flip_test(differences: ArrayLike) -> float:
+    r"""Compute the two-sided p-value of the test that flips the signs of paired differences.
 
     Without an effect, each of the :math:`2^n` sign patterns is equally likely. The p-value is the proportion of
     patterns with an absolute sum of differences at least as large as observed (Fisher, *The Design of Experiments*,
-    1935, section 21). Up to `MAX_EXACT_PAIRS` pairs, all patterns are enumerated. For more pairs, m random patterns are
-    drawn. If b of these are at least as extreme as the observed one, p = (b + 1) / (m + 1), which is valid for every m
-    (Phipson and Smyth, *Permutation P-values Should Never Be Zero*, 2010).
+    1935, section 21). Up to `MAX_EXACT_PAIRS` pairs, all patterns are enumerated. For more pairs, m = `RESAMPLES`
+    random patterns are drawn, always the same. If b of these are at least as extreme as the observed one,
+    p = (b + 1) / (m + 1), which is valid for every m (Phipson and Smyth, *Permutation P-values Should Never Be Zero*,
+    2010).
 
     Assumptions: the pairs are independent, and without an effect a difference is as likely as its negative. Normality
-    is not assumed. With n pairs, p is at least `smallest_sign_flip_p(n)`.
-
-    Args:
-        differences: `(n,)`, n >= 1.
-        resamples: number m of random patterns for more than `MAX_EXACT_PAIRS` pairs.
-        seed: seed of the random patterns.
-
-    Returns:
-        The two-sided p-value; 1 if all differences are 0. Equal arguments give equal results.
+    is not assumed. With n pairs, p is at least `smallest_sign_flip_p(n)`; it is 1 if all differences are 0.
 
     Raises:
-        UserError: without a difference, if any is not finite, or for fewer than 1 resample.
+        UserError: without a difference, or if any is not finite.
 
-    >>> sign_flip_test([1.0, 2.0, 3.0]).p_value
+    >>> sign_flip_test([1.0, 2.0, 3.0])
     0.25
     """
     values = to_finite_vector(differences, "paired differences", 1)
-    require_at_least(resamples, 1, "the number of resamples")
     # Lowered by a tolerance, so that sums that differ only by rounding errors count as equal.
     observed_sum = abs(values.sum()) - 1e-12 * np.abs(values).sum()
     if len(values) <= MAX_EXACT_PAIRS:
-        sums = _sum_half_of_patterns(values)
-        return SignFlipTest(float(np.mean(np.abs(sums) >= observed_sum)), 2 ** len(values), True)
-    generator = np.random.default_rng(seed)
+        return float(np.mean(np.abs(_sum_half_of_patterns(values)) >= observed_sum))
+    generator = np.random.default_rng(0)
     num_extreme = 0
-    for start in range(0, resamples, _RESAMPLES_AT_ONCE):
-        num_patterns = min(_RESAMPLES_AT_ONCE, resamples - start)
+    for start in range(0, RESAMPLES, _RESAMPLES_AT_ONCE):
+        num_patterns = min(_RESAMPLES_AT_ONCE, RESAMPLES - start)
         signs = 2.0 * generator.integers(0, 2, (num_patterns, len(values)), dtype=np.int8) - 1.0
         num_extreme += int(np.sum(np.abs(signs @ values) >= observed_sum))
-    return SignFlipTest((num_extreme + 1) / (resamples + 1), resamples + 1, False)
+    return (num_extreme + 1) / (RESAMPLES + 1)
 
 
 def _sum_half_of_patterns(values: Vector) -> Vector:
@@ -125,9 +109,7 @@ def t_test(differences: ArrayLike) -> float:
     Raises:
         UserError: for fewer than 2 differences, if any is not finite, or if all are equal.
     """
-    values = _to_varied_differences(differences)
-    statistic = values.mean() / stats.sem(values)
-    return float(2 * stats.t.sf(abs(statistic), len(values) - 1))
+    return float(stats.ttest_1samp(_to_varied_differences(differences), 0.0).pvalue)
 
 
 def t_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
@@ -143,9 +125,8 @@ def t_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
     """
     values = _to_varied_differences(differences)
     check_probability(level, "the confidence level")
-    margin = float(stats.t.ppf((1 + level) / 2, len(values) - 1) * stats.sem(values))
-    mean = float(values.mean())
-    return Interval(mean - margin, mean + margin)
+    interval = stats.ttest_1samp(values, 0.0).confidence_interval(level)
+    return Interval(float(interval.low), float(interval.high))
 
 
 def _to_varied_differences(differences: ArrayLike) -> Vector:
@@ -177,7 +158,7 @@ def compute_p_value(differences: Sequence[float], test: str) -> float | None:
     if len(differences) < 2:
         return None
     if test == "sign-flip":
-        return sign_flip_test(differences).p_value
+        return sign_flip_test(differences)
     return None if is_constant(np.array(differences)) else t_test(differences)
 
 

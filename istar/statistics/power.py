@@ -6,6 +6,7 @@ Sciences*, 1988, chapter 2). As in the t-test, pairs must be independent and dif
 """
 
 import math
+from bisect import bisect_left
 
 import numpy as np
 from scipy import optimize, stats
@@ -91,23 +92,17 @@ def pairs_needed(difference: float, sd: float, alpha: float = 0.05, power: float
     check_positive(abs(difference), "the size of the difference")
     _check_test_arguments(sd, 2, alpha)
     _check_power(power, alpha)
-    # Double the number of pairs until it is large enough, then bisect.
-    too_few, enough = 1, 2
+    # Double the number of pairs until it is large enough, then bisect: the power grows with the number of pairs.
+    enough = 2
     while t_test_power(difference, sd, enough, alpha) < power:
         if enough == MAX_PAIRS:
             raise UserError(
                 f"a difference of {difference:g} with a standard deviation of {sd:g} needs more than {MAX_PAIRS:,} "
                 "pairs; choose a larger difference"
             )
-        too_few, enough = enough, min(2 * enough, MAX_PAIRS)
-    # Bisection is valid because the power grows with the number of pairs.
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if t_test_power(difference, sd, middle, alpha) < power:
-            too_few = middle
-        else:
-            enough = middle
-    return enough
+        enough = min(2 * enough, MAX_PAIRS)
+    numbers = range(2, enough)
+    return 2 + bisect_left(numbers, power, key=lambda pairs: t_test_power(difference, sd, pairs, alpha))
 
 
 def sd_interval(sd: float, pairs: int, level: float = 0.95) -> Interval:

@@ -4,11 +4,12 @@
 set.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy import stats
 
 from istar.errors import UserError
@@ -33,31 +34,7 @@ class Friedman(NamedTuple):
     f_p: float  # its p-value, by F with k - 1 and (k - 1)(n - 1) degrees of freedom
 
 
-def task_ranks(scores: ArrayLike, lower_is_better: bool = False) -> NDArray[np.float64]:
-    """Rank the methods within each task: the best has rank 1, and equal scores share the average of their ranks.
-
-    Args:
-        scores: `(tasks, methods)`, one score for each, usually a mean over seeds.
-        lower_is_better: whether the scores are losses. If tasks differ in this, negate the losses.
-
-    Returns:
-        `(tasks, methods)`, in [1, methods]; each row adds up to methods (methods + 1) / 2.
-
-    Raises:
-        UserError: if the scores are not finite, not two-dimensional, or of fewer than 2 methods or 1 task.
-    """
-    score_table = to_finite_array(scores, "scores")
-    if score_table.ndim != 2:
-        raise UserError(
-            f"the scores have the shape {score_table.shape}; expected a row for each task, a column for each method"
-        )
-    require_at_least(score_table.shape[0], 1, "the number of tasks")
-    require_at_least(score_table.shape[1], 2, "the number of methods")
-    ranks: NDArray[np.float64] = stats.rankdata(score_table if lower_is_better else -score_table, axis=1)
-    return ranks
-
-
-def friedman(scores: ArrayLike, lower_is_better: bool = False) -> Friedman:
+def friedman(scores: ArrayLike) -> Friedman:
     r"""Test whether k methods perform alike over n tasks, with the correction of Iman and Davenport.
 
     With the average ranks :math:`R_j`,
@@ -68,42 +45,45 @@ def friedman(scores: ArrayLike, lower_is_better: bool = False) -> Friedman:
 
     (Demšar, *Statistical Comparisons of Classifiers over Multiple Data Sets*, JMLR 2006, section 3.2.2; Iman and
     Davenport, 1980). :math:`\chi^2_F` is divided by :math:`1 - \sum (t^3 - t) / (n k (k^2 - 1))`, where t are the sizes
-    of the groups of equal scores within a task; Demšar's formula leaves this out. The chi-square distribution is
-    conservative for few tasks, so that :math:`F_F` is preferred.
+    of the groups of equal scores within a task; Demšar's formula leaves this out. It is then :math:`n (k - 1)` times
+    the share of the ranks' variance that lies between the methods, which is how it is computed. The chi-square
+    distribution is conservative for few tasks, so that :math:`F_F` is preferred.
 
     Assumptions: the tasks are independent; scores are compared within tasks only. The number of tasks counts, not the
     number of seeds. With fewer than about ten tasks, both p-values are approximate.
 
     Args:
-        scores: `(tasks, methods)`.
-        lower_is_better: as in `task_ranks`.
+        scores: `(tasks, methods)`, one score for each, usually a mean over seeds. The highest score has rank 1, so
+            negate losses; equal scores share the average of their ranks.
 
     Raises:
-        UserError: as `task_ranks`, for fewer than 2 tasks, and if all methods are equal on every task.
+        UserError: if the scores are not finite, not two-dimensional, or of fewer than 2 methods or 2 tasks, and if all
+            methods are equal on every task.
     """
-    ranks = task_ranks(scores, lower_is_better)
-    num_tasks, num_methods = ranks.shape
+    score_table = to_finite_array(scores, "scores")
+    if score_table.ndim != 2:
+        raise UserError(
+            f"the scores have the shape {score_table.shape}; expected a row for each task, a column for each method"
+        )
+    num_tasks, num_methods = score_table.shape
     require_at_least(num_tasks, 2, "the number of tasks")
+    require_at_least(num_methods, 2, "the number of methods")
+    ranks = stats.rankdata(-score_table, axis=1)
     average_ranks = ranks.mean(axis=0)
-    sum_of_squares, sum_for_equal_ranks = np.sum(average_ranks**2), num_methods * (num_methods + 1) ** 2 / 4
-    chi_square = 12 * num_tasks / (num_methods * (num_methods + 1)) * (sum_of_squares - sum_for_equal_ranks)
-    # The variance of the ranks as a proportion of their variance without ties.
-    untied_proportion = (
-        12 * np.sum((ranks - (num_methods + 1) / 2) ** 2) / (num_tasks * num_methods * (num_methods**2 - 1))
-    )
-    if untied_proportion == 0:
+    expected_rank = (num_methods + 1) / 2
+    between_methods = num_tasks * np.sum((average_ranks - expected_rank) ** 2)
+    total = np.sum((ranks - expected_rank) ** 2)
+    if total == 0:
         raise UserError("all methods have equal scores on every task, so that there are no ranks to compare")
-    chi_square /= untied_proportion
-    max_chi_square = num_tasks * (num_methods - 1)
-    # Rounding errors may leave a statistic slightly beyond its range.
-    chi_square = float(np.clip(chi_square, 0.0, max_chi_square))
-    denominator = max_chi_square - chi_square
-    f = (num_tasks - 1) * chi_square / denominator if denominator > 1e-9 * max_chi_square else np.inf
+    # Rounding errors may leave the share slightly above 1.
+    share = min(float(between_methods / total), 1.0)
+    chi_square = num_tasks * (num_methods - 1) * share
+    f = (num_tasks - 1) * share / (1 - share) if 1 - share > 1e-9 else math.inf
     return Friedman(
         average_ranks,
         chi_square,
         float(stats.chi2.sf(chi_square, num_methods - 1)),
-        float(f),
+        f,
         float(stats.f.sf(f, num_methods - 1, (num_methods - 1) * (num_tasks - 1))),
     )
 

@@ -67,6 +67,9 @@ def test_the_spread_of_runs(run_root: Path, capsys: pytest.CaptureFixture[str]) 
         assert split_row(text, "λ=1")[3:] == ["5", "0", "-", "all differences are equal"]
         assert split_row(text, "λ=2")[3:] == ["1", "-", "-", "needs 2 seeds"]
         assert "│ Base" not in text
+    for options, message in (("--difference 0", "the size of the difference is 0.0"), ("--alpha 0", "alpha is 0.0")):
+        assert main(["power", "--runs", str(run_root), *options.split()]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -82,8 +85,6 @@ def test_the_spread_of_runs(run_root: Path, capsys: pytest.CaptureFixture[str]) 
         ("--sd 1 --difference 0", "the size of the difference is 0.0"),
         ("--sd 1 --difference 1 --power 80", "the power is 80.0; expected a number between 0 and 1"),
         ("--runs nowhere", "nowhere is not a folder"),
-        ("--runs nowhere --difference 0", "the size of the difference is 0.0"),
-        ("--runs nowhere --alpha 0", "alpha is 0.0"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

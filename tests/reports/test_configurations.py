@@ -65,7 +65,7 @@ def test_most_seeds_then_mean(prepare: Prepare) -> None:
         *(record("rte", BERT, istar(-3), seed, 0.62) for seed in (1, 2, 3)),
         *(record("rte", BERT, istar(-5), seed, 0.90) for seed in (1, 2)),
     )
-    cell = configurations.select_cell(frame, "rte", BERT.split("/")[1], "istar")
+    cell = configurations.select_cell(frame, "istar")
     assert cell.seeds == [1, 2, 3]
     assert not cell.runs.empty
     assert set(cell.runs["reg.lambda"]) == {-3.0}
@@ -81,7 +81,7 @@ def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
         record("clm", BERT, istar(-5), 1, 40.0),
         record("clm", BERT, cosreg(), 1, 33.0),
     )
-    cell = configurations.select_cell(frame, "clm", BERT.split("/")[1], "istar")
+    cell = configurations.select_cell(frame, "istar")
     assert set(cell.runs["reg.lambda"]) == {-3.0}
     assert cell.mean_and_std("perplexity").mean == 29.75
     rows = paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows
@@ -104,16 +104,16 @@ def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -
     """The other columns do not change the selection, even if their values are better."""
     runs = [record("squad", BERT, istar(weight), 1, value) for weight, value in ((-1, 0.5), (-3, 0.6), (-5, 0.4))]
     frame = prepare(*runs)
-    [chosen_weight] = configurations.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
+    [chosen_weight] = configurations.select_cell(frame, "istar").runs["reg.lambda"]
     assert chosen_weight == -3
     tempting_values = {-1.0: 0.99, -3.0: 0.01, -5.0: 0.5}
     irrelevant_columns = [name for name in frame if name.startswith("validation.") or name.startswith("isoscore")]
     for name in [*irrelevant_columns, "value", "selection", "test.f1", "constant", "seconds", "epoch"]:
         frame[name] = frame["reg.lambda"].map(tempting_values)
-    [same_weight] = configurations.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
+    [same_weight] = configurations.select_cell(frame, "istar").runs["reg.lambda"]
     assert same_weight == -3
     frame["selection_merit"] = frame["reg.lambda"].map(tempting_values)
-    [other_weight] = configurations.select_cell(frame, "squad", "bert-base-cased", "istar").runs["reg.lambda"]
+    [other_weight] = configurations.select_cell(frame, "istar").runs["reg.lambda"]
     assert other_weight == -1
 
 
@@ -151,7 +151,7 @@ def test_the_files_of_a_model_count_and_not_its_path(prepare: Prepare) -> None:
 
 def test_a_seed_counts_once(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, BASE, 1, 0.5) for _ in range(3)), record("rte", BERT, BASE, 2, 0.7))
-    cell = configurations.select_cell(frame, "rte", "bert-base-cased", "base")
+    cell = configurations.select_cell(frame, "base")
     assert cell.seeds == [1, 2]
     assert cell.mean_and_std("accuracy").mean == pytest.approx(60)
     assert frame["repeated"].sum() == 2
@@ -167,10 +167,10 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
         record("rte", BERT, istar(-5), 5, status="unfinished"),
         record("rte", BERT, cosreg(), 5, status="failed"),
     )
-    cell = configurations.select_cell(frame, "rte", "bert-base-cased", "istar")
-    assert (cell.seeds, cell.num_collapsed, cell.num_failed, cell.num_pruned) == ([1, 2], 1, 1, 1)
+    cell = configurations.select_cell(frame, "istar")
+    assert (cell.seeds, cell.num_failed, cell.num_pruned) == ([1, 2], 1, 1)
     assert cell.mean_and_std("accuracy").mean == pytest.approx(55)
-    cosreg_cell = configurations.select_cell(frame, "rte", "bert-base-cased", "cosreg")
+    cosreg_cell = configurations.select_cell(frame, "cosreg")
     assert (cosreg_cell.runs.empty, cosreg_cell.seeds, cosreg_cell.num_failed) == (True, [], 1)
     remarks = {
         row[1].text: row[-1].text for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows
@@ -197,7 +197,7 @@ def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
 
 def test_a_value_that_is_no_number_is_not_averaged(prepare: Prepare) -> None:
     frame = prepare(record("rte", BERT, BASE, 1, 0.5), record("rte", BERT, BASE, 2, float("nan")))
-    assert configurations.select_cell(frame, "rte", "bert-base-cased", "base").seeds == [1]
+    assert configurations.select_cell(frame, "base").seeds == [1]
     [row] = paper_tables.build_excluded_runs_sheet(frame, {}, "").rows
     assert row[1].text == "without a value"
 
@@ -373,7 +373,7 @@ def test_penalties_of_other_points_are_methods_of_their_own(prepare: Prepare, ke
     other_run = record("clm", "new", {**cosreg(), key: value}, 1, 10.0)
     frame = prepare(last_layer, other_run)
     assert set(frame["method"]) == {"CosReg λ=1", label}
-    cell = configurations.select_cell(frame, "clm", "new", "cosreg")
+    cell = configurations.select_cell(frame, "cosreg")
     assert (cell.num_configurations, cell.first_run["value"]) == (1, 20.0)
 
 

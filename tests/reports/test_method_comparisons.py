@@ -154,7 +154,7 @@ def test_each_lambda_is_a_method_with_trials_of_its_own(tmp_path: Path) -> None:
     comparisons = read_comparisons_by_method(tmp_path)
     assert len(comparisons) == 3
     for comparison in comparisons.values():
-        assert comparison.method.budget.num_trials == 3
+        assert len(comparison.method.trial_limits) == 3
         assert comparison.statistics.has_equal_budgets
 
 
@@ -163,7 +163,7 @@ def test_unequal_trials_allow_no_conclusion(tmp_path: Path) -> None:
     save_search(tmp_path, istar(-1), (*RATES, 1e-4))
     save_search(tmp_path, istar(1), RATES[1:])
     for comparison, num_trials in zip(compare_methods_in(tmp_path).comparisons, (4, 2), strict=True):
-        assert comparison.method.budget.num_trials == num_trials
+        assert len(comparison.method.trial_limits) == num_trials
         assert conclusion(comparison.statistics).startswith(
             f"Nothing can be concluded about {comparison.method.name} and Base on rte: their budgets differ"
         )
@@ -179,7 +179,7 @@ def test_trials_that_failed_or_were_pruned_were_tried(tmp_path: Path) -> None:
     save_search(tmp_path, istar(1), RATES[1:])
     save_all(tmp_path, istar(1), {1: 0.4}, status="pruned", optim__lr=RATES[0])
     for comparison in compare_methods_in(tmp_path).comparisons:
-        assert comparison.method.budget.num_trials == 3
+        assert len(comparison.method.trial_limits) == 3
         assert comparison.method.num_configurations == 2
         assert comparison.statistics.has_equal_budgets
 
@@ -194,7 +194,7 @@ def test_longer_trials_or_other_data_are_another_budget(tmp_path: Path, changes:
     save_search(tmp_path, istar(-1), RATES, **changes)
     save_search(tmp_path, istar(1), RATES)
     different_budget, equal_budget = compare_methods_in(tmp_path).comparisons
-    assert different_budget.method.budget.num_trials == equal_budget.method.budget.num_trials
+    assert len(different_budget.method.trial_limits) == len(equal_budget.method.trial_limits)
     assert (different_budget.statistics.has_equal_budgets, equal_budget.statistics.has_equal_budgets) == (False, True)
 
 
@@ -280,9 +280,6 @@ def test_steps_and_the_batch_are_the_examples_of_a_training_by_steps(tmp_path: P
         save_all(tmp_path, reg, values, trainer__max_steps=30, data__batch_size=batch_size)
     equal_budget, larger_batch = compare_methods_in(tmp_path).comparisons
     assert (equal_budget.statistics.has_equal_budgets, larger_batch.statistics.has_equal_budgets) == (True, False)
-    # Each of the six seeds has 30 steps of 2 x 32 examples; the training set has 100 examples.
-    assert equal_budget.method.budget.finished_examples == 6 * 30 * 64
-    assert equal_budget.method.budget.finished_epochs == pytest.approx(6 * 30 * 64 / 100)
 
 
 # The set that chooses.

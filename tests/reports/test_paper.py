@@ -80,4 +80,3 @@ def test_nothing_else_is_published() -> None:
     assert paper.look_up_score("bert-base-uncased", "rte", "accuracy", "base") is None
     assert paper.look_up_score("bert-base-cased", "wnli", "accuracy", "base") is None
     assert paper.look_up_tuned_penalty("bert-base-cased", "wnli") is None
-    assert len(paper.SEEDS) == 5

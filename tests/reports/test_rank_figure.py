@@ -42,7 +42,7 @@ def test_ranks_are_those_of_the_means_over_seeds(tmp_path: Path) -> None:
     levels = np.random.default_rng(1).uniform(0.4, 0.8, (6, 4)) + np.array([0, 0.1, 0.3, 0.5])
     scores = write_runs(tmp_path, levels)
     [ranked] = rank_methods_in(tmp_path)
-    assert ranked.tasks == tuple(configurations.list_tasks(pd.DataFrame({"task": TASKS})))
+    assert ranked.tasks == ("sst2", "qnli", "rte", "mrpc", "cola", "stsb")
     means = pd.DataFrame(scores.mean(axis=-1), columns=list(REGS))
     expected = means.rank(axis=1, ascending=False).mean()
     assert ranked.average_rank_by_method == pytest.approx(expected.to_dict())
@@ -65,11 +65,13 @@ def test_bars_overlap_unless_methods_differ() -> None:
     ranks = {"A": 1.0, "B": 1.9, "C": 3.0}
     ranked = RankedMethods("m", TASKS, ranks, friedman_p=0.05, critical_difference=1.0)
     # Without a rejection by Friedman's test, no two methods differ.
-    assert ranked.bars == ()
+    [panel] = rank_figure.build_rank_plot([ranked]).panels
+    assert {line.x_error for line in panel.lines} == {()}
     assert (
         "No difference between the methods was found by Friedman's test (p = 0.05, alpha = 0.05)." in ranked.summarize()
     )
-    [half_width] = dataclasses.replace(ranked, alpha=0.1).bars
+    [panel] = rank_figure.build_rank_plot([dataclasses.replace(ranked, alpha=0.1)]).panels
+    [[half_width]] = {line.x_error for line in panel.lines}
     overlaps = [high - low < 2 * half_width for low, high in itertools.pairwise(ranks.values())]
     assert overlaps == [True, False]
 

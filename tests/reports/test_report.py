@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from istar.reports import (
     plan_file,
     report,
     run_frame,
-    stability,
     sweep_commands,
     training_figures,
 )
@@ -468,7 +466,7 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     means = np.mean([make_geometry(run)["mean_activation"] for run in runs[2:4]], axis=0)
     assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
     [folder] = frame[(frame["family"] == "cosreg") & (frame["seed"] == 1)]["folder"]
-    with_more_texts = geometry_by_folder | {folder: replace(geometry_by_folder[folder], num_examples=5_463)}
+    with_more_texts = geometry_by_folder | {folder: {**geometry_by_folder[folder], "examples": 5_463}}
     plot = paper_figures.build_mean_activation_plot(frame, with_more_texts)
     assert "the tokens of 50 to 5,463 validation texts" in plot.caption
     [panel] = paper_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
@@ -571,14 +569,14 @@ def test_stability_of_small_batches() -> None:
     means = scores.set_index(["line", "points"])["mean"]
     assert means["ζ = 0", 10] < means["ζ = 0", 50] < 0.1
     assert means["ζ = 1", 10] == means["ζ = 1", 50]
-    assert abs(means["unbiased", 50] - stability.TRUE_SCORE) < 0.1
+    assert abs(means["unbiased", 50] - paper_figures.TRUE_SCORE) < 0.1
     assert all(means["ζ = auto", points] > 2 * means["ζ = 0", points] for points in (10, 50))
 
 
 def test_the_plot_of_stability() -> None:
     variances = make_variances().double()
-    assert pytest.approx(isoscore_from_covariance(variances.diag()).item(), abs=1e-5) == stability.TRUE_SCORE
-    [panel] = stability.build_minibatch_stability_plot().panels
+    assert pytest.approx(isoscore_from_covariance(variances.diag()).item(), abs=1e-5) == paper_figures.TRUE_SCORE
+    [panel] = paper_figures.build_minibatch_stability_plot().panels
     assert [line.label for line in panel.lines] == [*(f"ζ = {zeta:g}" for zeta in ZETAS), "ζ = auto", "unbiased"]
     assert all(line.x == BATCH_SIZES for line in panel.lines)
     assert [line.scale_position for line in panel.lines] == [*ZETAS, math.inf, math.inf]

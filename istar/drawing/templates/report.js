@@ -72,29 +72,9 @@ function makeFilterable(table) {
   });
 }
 
-// Browsers may forbid storage, for example on pages that are files.
-function storedTheme(theme) {
-  try {
-    if (theme) sessionStorage.setItem("theme", theme);
-    return sessionStorage.getItem("theme");
-  } catch { return null; }
-}
-
-function addThemeButton(root, button) {
-  const isDark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const set = (theme) => {
-    if (theme) root.dataset.theme = theme;
-    button.textContent = isDark() ? "Light colours" : "Dark colours";
-  };
-  button.addEventListener("click", () => { set(isDark() ? "light" : "dark"); storedTheme(root.dataset.theme); });
-  set(storedTheme());
-  button.hidden = false;
-}
-
 if (typeof document === "undefined") {
   module.exports = { parseNumber, sortedOrder, hasAllWords };
 } else {
   document.querySelectorAll("main .scroll table").forEach((table) => { makeSortable(table); makeFilterable(table); });
-  addThemeButton(document.documentElement, document.getElementById("theme"));
   if (matchMedia("(max-width: 60rem)").matches) document.querySelector("nav details").open = false;
 }
