@@ -57,7 +57,7 @@ ALLOWED = {
     "hidden_states": {"errors", "measures", "regularizers"},
     "integrations": {"errors", "files", "hidden_states", "measures", "regularizers"},
     "records": {"errors", "files", "hidden_states", "regularizers"},
-    "inputs": {"errors", "files", "records"},
+    "inputs": {"errors", "files", "hidden_states", "records"},
     "geometry": {"drawing", "errors", "files", "hidden_states", "inputs", "measures", "records", "statistics"},
     "embeddings": {"drawing", "errors", "files", "inputs", "measures", "records", "statistics"},
     "reports": {"drawing", "errors", "files", "measures", "records", "statistics"},

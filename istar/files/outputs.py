@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from istar.errors import UserError, shorten
 from istar.files.parsing import read_record
@@ -17,7 +17,7 @@ from istar.files.writing import is_temporary, remove_temporary_files, write_text
 
 STATE_FOLDER = ".istar"
 """Hidden folder in a folder of results, with the manifest and unfinished files."""
-_MANIFEST, _DRAFTS, _REPLACED = "manifest.json", "new", "old"
+_MANIFEST, _DRAFTS = "manifest.json", "new"
 
 _Entries = dict[str, tuple[str, ...]]
 """The manifest: noun and checksum by file name; two checksums while the file is being replaced."""
@@ -33,7 +33,8 @@ class Output:
 
     Each file is replaced atomically. The manifest lists a new file before it is written, and a removed one until it is
     gone. A process may therefore be killed at any time: each file is then the old or the new one, and the next call of
-    `check` removes unfinished work. Symbolic links in the folder are not followed.
+    `check` removes unfinished work. A folder that is being replaced is the old one, the new one or missing. Symbolic
+    links in the folder are not followed.
     """
 
     folder: Path
@@ -132,10 +133,9 @@ class Output:
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 draft.replace(self.folder / name)
             for name, draft in folders.items():
-                self._move_away(name)
+                self._discard_folder(name)
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 draft.rename(self.folder / name)
-                self._remove_replaced(name)
             for name in stale_names:
                 self._remove_file(name)
             kept_entries = {name: entry for name, entry in entries.items() if name not in stale_names}
@@ -147,9 +147,8 @@ class Output:
         with self._user_errors():
             entries = self._read_manifest()
             self._check_own(name, entries)
-            self._move_away(name)
+            self._discard_folder(name)
             self._write_manifest({key: entry for key, entry in entries.items() if not key.startswith(f"{name}/")})
-            self._remove_replaced(name)
             self._remove_drafts()
 
     @property
@@ -167,7 +166,7 @@ class Output:
 
     @contextmanager
     def _user_errors(self) -> Iterator[None]:
-        """After an OSError, undo unfinished work and raise a `UserError` that names the folder."""
+        """After an OSError, remove unfinished work and raise a `UserError` that names the folder."""
         try:
             yield
         except OSError as error:
@@ -195,39 +194,19 @@ class Output:
                     raise self._make_foreign_error(f"{STATE_FOLDER}/{path.relative_to(self._state).as_posix()}")
 
     def recover(self) -> None:
-        """Undo the unfinished work of a killed process: restore a folder that was moved away, and remove drafts."""
+        """Remove the unfinished work of a killed process."""
         self._refuse_links()
         remove_temporary_files(self._state)
-        if not self.has_manifest:
-            return
-        for path in (self._state / _REPLACED).glob("*"):
-            name = unquote(path.name)
-            if _is_within_folder(name) and not os.path.lexists(self.folder / name):
-                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                path.rename(self.folder / name)
-            else:
-                self._remove_replaced(name)
         self._remove_drafts()
 
     def _remove_drafts(self) -> None:
         shutil.rmtree(self._state / _DRAFTS, ignore_errors=True)
-        if (self._state / _REPLACED).is_dir():
-            (self._state / _REPLACED).rmdir()
 
-    def _move_away(self, name: str) -> None:
+    def _discard_folder(self, name: str) -> None:
+        """Move a folder, if it exists, to the drafts, which are removed at the end; it is thus never partly removed."""
         if (self.folder / name).exists():
-            (self._state / _REPLACED).mkdir(exist_ok=True)
-            (self.folder / name).rename(self._state / _REPLACED / quote(name, safe=""))
-
-    def _remove_replaced(self, name: str) -> None:
-        """Remove a folder that was moved away. It is renamed first, so that it is never partly restored."""
-        replaced_folder = self._state / _REPLACED / quote(name, safe="")
-        if replaced_folder.exists():
-            removed_folder = self._state / _DRAFTS / "removed"
-            shutil.rmtree(removed_folder, ignore_errors=True)
-            removed_folder.parent.mkdir(exist_ok=True)
-            replaced_folder.rename(removed_folder)
-            shutil.rmtree(removed_folder)
+            (self._state / _DRAFTS).mkdir(exist_ok=True)
+            (self.folder / name).rename(self._state / _DRAFTS / f"old-{quote(name, safe='')}")
 
     def _write_draft(self, name: str, content: bytes) -> Path:
         draft = self._state / _DRAFTS / name

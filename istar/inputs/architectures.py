@@ -28,13 +28,6 @@ _HEADS: dict[Kind, tuple[Any, Any]] = {
     "masked_lm": (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
 }  # fmt: skip
 """By kind of task: the class that loads a model with its head, and the architectures with such a head."""
-_KIND_NAMES: dict[Kind, str] = {
-    "classification": "sequence classification",
-    "regression": "regression",
-    "span": "extractive question answering",
-    "causal_lm": "causal language modelling",
-    "masked_lm": "masked language modelling",
-}
 
 
 def is_decoder(config: PreTrainedConfig) -> bool:
@@ -56,8 +49,8 @@ def get_auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
     auto_class, architectures = _HEADS[kind]
     if type(config) not in architectures:
         raise UserError(
-            f"{label}: transformers has no head for {_KIND_NAMES[kind]} for {config.model_type} models; choose another "
-            "model or another task"
+            f"{label}: transformers has no {auto_class.__name__} for {config.model_type} models; choose another model "
+            "or another task"
         )
     return auto_class
 

@@ -1,14 +1,13 @@
 """Isolation of packed documents: model inputs that stop tokens from attending to other documents of a block."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from istar.hidden_states.model_layers import eval_mode
 from istar.inputs.architectures import is_decoder
 
 IsolationMethod = Literal["positions", "mask"]
@@ -34,7 +33,7 @@ def isolation(model: PreTrainedModel) -> IsolationMethod | None:
     device = next(model.parameters()).device
     document_numbers = torch.repeat_interleave(torch.tensor(_TRIAL_LENGTHS)).to(device)[None]
     first, other_first, second = _make_random_documents(model, device)
-    with torch.no_grad(), _eval_mode(base_model):
+    with torch.no_grad(), eval_mode(base_model):
         states_alone = _compute_states(base_model, second, other_inputs={})
         for method in ("positions", "mask"):
             inputs = make_isolating_inputs(method, document_numbers, is_decoder(model.config))
@@ -92,7 +91,7 @@ def _unwrap_adapters(model: nn.Module) -> PreTrainedModel:
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _make_random_documents(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _make_random_documents(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, ...]:
     """Return the ids of three random documents without padding, (1, tokens) each.
 
     The first two are as long as the trial's first document, the third as long as its second.
@@ -101,11 +100,9 @@ def _make_random_documents(model: PreTrainedModel, device: torch.device) -> tupl
     vocab_size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     pad_token_id = getattr(model.config, "pad_token_id", None)
     candidate_ids = torch.tensor([token_id for token_id in range(min(vocab_size, 1_000)) if token_id != pad_token_id])
-    lengths = (_TRIAL_LENGTHS[0], _TRIAL_LENGTHS[0], _TRIAL_LENGTHS[1])
-    documents = [
-        candidate_ids[torch.randint(len(candidate_ids), (1, length), generator=generator)] for length in lengths
-    ]
-    return documents[0].to(device), documents[1].to(device), documents[2].to(device)
+    lengths = (_TRIAL_LENGTHS[0], *_TRIAL_LENGTHS)
+    indices = torch.randint(len(candidate_ids), (1, sum(lengths)), generator=generator)
+    return candidate_ids[indices].to(device).split(lengths, dim=1)
 
 
 def _compute_states(base_model: Any, token_ids: Tensor, other_inputs: dict[str, Tensor]) -> Tensor:
@@ -117,14 +114,3 @@ def are_close(states: Tensor, reference_states: Tensor) -> bool:
     """Return whether hidden states equal the reference up to rounding, relative to the largest reference value."""
     tolerance = _TOLERANCE.get(states.dtype, _HALF_TOLERANCE)
     return bool((states - reference_states).abs().max() <= tolerance * reference_states.abs().max())
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -110,24 +110,15 @@ def vocabulary() -> list[str]:
 
 
 def _expand(rng: random.Random, template: str, **values: str) -> str:
-    """Fill in a template: each symbol becomes its value in `values` or a random expansion."""
-    text = _expand_symbols(rng, template, values)
-    return text[0].upper() + text[1:]
+    """Fill in a template: each symbol becomes its value in `values` or a random expansion, which are templates too."""
 
-
-def _expand_symbols(rng: random.Random, template: str, values: dict[str, str]) -> str:
-    parts = list(_split(template))
-    for index in range(1, len(parts), 2):
-        symbol = parts[index]
+    def expand_symbol(match: re.Match[str]) -> str:
+        symbol = match[1]
         expansion = values[symbol] if symbol in values else rng.choice(GRAMMAR[symbol])
-        parts[index] = _expand_symbols(rng, expansion, values) if "{" in expansion else expansion
-    return "".join(parts)
+        return _SYMBOL.sub(expand_symbol, expansion) if "{" in expansion else expansion
 
-
-@functools.cache
-def _split(template: str) -> tuple[str, ...]:
-    """Return the texts of a template between its symbols, at even indices, and the symbols, at odd ones."""
-    return tuple(_SYMBOL.split(template))
+    text = _SYMBOL.sub(expand_symbol, template)
+    return text[0].upper() + text[1:]
 
 
 def _generate_pair(rng: random.Random, index: int) -> Example:

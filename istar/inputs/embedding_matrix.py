@@ -88,7 +88,7 @@ def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Pa
     if index_path is None:
         path = model_files.find_file(config, WEIGHTS)
     else:
-        file_by_tensor = _read_index(index_path)
+        file_by_tensor = read_record(index_path, _Index, "an index of weights")["weight_map"]
         tensor_name = next((name for name in names if name in file_by_tensor), None)
         path = None if tensor_name is None else model_files.find_file(config, file_by_tensor[tensor_name])
         if tensor_name is not None and path is None:
@@ -103,7 +103,3 @@ def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Pa
             return None if tensor_name is None else (file.get_tensor(tensor_name), tensor_name, path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged, or not a safetensors file: {shorten(error)}") from error
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    return dict(read_record(path, _Index, "an index of weights")["weight_map"])

@@ -18,7 +18,7 @@ from istar.files.writing import refuse_special_file, write_text
 from istar.inputs.archives import load_archive
 from istar.records.config import ModelConfig
 from istar.records.identity import shorten_model_name
-from istar.records.results import KEPT_MODELS
+from istar.records.results import KEPT_MODELS, RESULT
 
 STEP_FILE = "training_step.json"
 """File in a model's folder with its optimizer step, as `{"global_step": 512}`."""
@@ -26,11 +26,7 @@ _CHECKPOINT_FOLDER = "checkpoints"
 """Folder of a run of train.py with its `.ckpt` files."""
 _TRAINER_STATE_FILE = "trainer_state.json"
 """File with the step of a checkpoint, written by transformers' Trainer."""
-_RESULT_FILE = "result.json"
-"""Record of a run of train.py."""
 _STEP_PATTERN = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
-_SHAPE_KEYS = ("model_type", "hidden_size", "n_embd", "d_model", "dim", "num_hidden_layers", "n_layer", "n_layers")
-"""Configuration keys that must be equal for all checkpoints of a training; models have only some."""
 _RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures", "tables", ".istar")
 """Names in the output folder that are not allowed for a checkpoint's folder."""
 
@@ -179,8 +175,8 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
     A checkpoint's step is recorded as `global_step` in a `.ckpt` file, `trainer_state.json` or `training_step.json`.
     For the final model of a run, it is the step of its best epoch. `steps`, keyed by label, path or last part of the
     path, replaces these steps; the checkpoints then count as one training. Raises a `UserError` if the pattern matches
-    no model, or checkpoints of different trainings or models, or if a step is unknown, or if the table and the
-    checkpoints do not match.
+    no model, or checkpoints of different trainings, or if a step is unknown, or if the table and the checkpoints do
+    not match.
     """
     paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
     paths = _find_models_in(paths[0]) or paths if len(paths) == 1 else paths
@@ -199,7 +195,6 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
         step_by_label = {label: checkpoint.step for label, checkpoint in zip(labels, found_checkpoints, strict=True)}
     else:
         step_by_label = _match_steps(steps, labels, [str(checkpoint.path) for checkpoint in found_checkpoints])
-    _check_same_shape(pattern, found_checkpoints)
     checkpoints = [
         Checkpoint(label, str(checkpoint.model), step=step_by_label[label])
         for label, checkpoint in zip(labels, found_checkpoints, strict=True)
@@ -279,7 +274,7 @@ def _inspect_path(path: Path) -> _FoundCheckpoint | None:
 
 def _read_best_step(run: Path) -> int | None:
     """Return the step of a run's best epoch (its saved model), or None if `result.json` lacks it."""
-    result = _read_json(run / _RESULT_FILE)
+    result = _read_json(run / RESULT)
     try:
         best_epoch = result["headline"]["epoch"]
         return next(_get_step(record, "step") for record in result["epochs"] if record["epoch"] == best_epoch)
@@ -318,22 +313,6 @@ def _check_same_training(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) 
         raise UserError(
             f"--checkpoints {pattern}: no training step is recorded in {_join_first(paths_without_step)}; give the "
             "steps in a table: --steps steps.csv, with the columns checkpoint and step"
-        )
-
-
-def _check_same_shape(pattern: str, checkpoints: Sequence[_FoundCheckpoint]) -> None:
-    path_by_shape: dict[str, Path] = {}
-    for checkpoint in checkpoints:
-        model_folder = checkpoint.model if checkpoint.model.is_dir() else checkpoint.training / "model"
-        config = _read_json(model_folder / "config.json")
-        if isinstance(config, Mapping):
-            shape = ", ".join(f"{key} {config[key]}" for key in _SHAPE_KEYS if key in config)
-            path_by_shape.setdefault(shape, checkpoint.path)
-    if len(path_by_shape) > 1:
-        (first_shape, first_path), (other_shape, other_path) = list(path_by_shape.items())[:2]
-        raise UserError(
-            f"--checkpoints {pattern} matches different models: {first_path} ({first_shape}) and {other_path} "
-            f"({other_shape}); expected checkpoints of one training"
         )
 
 

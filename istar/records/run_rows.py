@@ -106,7 +106,6 @@ def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[Co
 
 
 def _make_labels(configurations: Iterable[Sequence[RunRecord]]) -> list[str]:
-    """Return the label of each configuration of a task and a model."""
     rows = [record_to_row(runs[0]) for runs in configurations]
     keys_by_method = {
         method: find_distinctive_settings(row for row in rows if row["method"] == method)

@@ -242,7 +242,7 @@ def test_decoders_and_tokenizers_without_a_mask_are_no_masked_language_models(tm
 
 def test_architectures_without_a_head_are_refused() -> None:
     message = get_load_error(make_new_config("phi", config={**SIZES, "intermediate_size": 64}), TASKS["demo_span"])
-    assert message.startswith("model.architecture=phi: transformers has no head for extractive question answering")
+    assert message.startswith("model.architecture=phi: transformers has no AutoModelForQuestionAnswering for phi")
 
 
 def test_unknown_architectures_and_values_are_refused() -> None:

@@ -374,16 +374,6 @@ def test_a_batch_without_a_score_adds_nothing_and_is_logged():
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
-def test_a_batch_size_without_any_score_is_refused_before_training():
-    callback = PenaltyCallback(istar.SimCtg(1.0), make_settings(points=istar.Points("first")))
-    module = Classifier(make_classifier("bert"), callback)
-    with pytest.raises(
-        istar.UserError, match=r"^a micro-batch of \d sequences with points=first in 1 layers has no contrast"
-    ):
-        make_trainer(callback, max_epochs=1).fit(module, make_loader(make_examples("classification", 8)))
-    assert not module.gradients
-
-
 class Tuned(Classifier):
     """A module with a learning rate and a batch size that Lightning's tuner may change."""
 

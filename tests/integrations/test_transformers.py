@@ -612,18 +612,6 @@ def test_a_second_training_begins_like_the_first(tmp_path):
     assert_close(penalty.shrinkage_covariance.double(), make_sigma())
 
 
-def test_a_batch_size_without_any_score_is_refused_before_training(tmp_path):
-    settings = {"points": istar.Points("last"), "per_device_train_batch_size": 1, "max_steps": 1}
-    trainer = make_trainer(tmp_path / "one", istar.IStar(1.0, 0.0, layers="last"), **settings)
-    before = copy_parameters(trainer)
-    with pytest.raises(UserError, match=r"^a micro-batch of 1 sequences with points=last in 1 layers has no isoscore:"):
-        trainer.train()
-    assert count_hooks(trainer.model) == 0
-    assert all(map(torch.equal, copy_parameters(trainer), before))
-    for penalty in (istar.IStar(1.0, 0.0, layers="all"), istar.CosReg(1.0), istar.IStar(0.0, 0.0, layers="last")):
-        make_trainer(tmp_path / "two", penalty, **settings).train()
-
-
 def test_evaluations_hold_no_penalty_and_predictions_no_hidden_states(tmp_path):
     trainer = make_trainer(tmp_path, make_penalty(1000.0), eval_strategy="steps", eval_steps=1, refresh=None)
     trainer.data_collator = collate

@@ -43,10 +43,6 @@ class NoRegConfig:
 
     name: str = "none"
 
-    def build(self) -> Penalty | None:
-        """Build the penalty, or return None if there is none."""
-        return None
-
     def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> AttachedPenalty | None:
         """Build the penalty and attach it to a model, or return None if there is none.
 
@@ -122,9 +118,7 @@ class PenaltyConfig(NoRegConfig):
 
     def __post_init__(self) -> None:
         try:
-            if self.target_score is None:
-                self._check_no_target_option(self.side != SetPoint.side, f"side={self.side}")
-            else:
+            if self.target_score is not None:
                 self.target_score = parse_number("target_score", self.target_score, KEEP)
                 # The sign of lambda is meaningless with a target score.
                 self.weight = abs(self.weight)
@@ -133,8 +127,10 @@ class PenaltyConfig(NoRegConfig):
                         f"target_score={KEEP} takes the score of the first step, where lambda is 0 with reg.warmup; "
                         "leave reg.warmup out"
                     )
-            is_unused = self.target_score != KEEP and self.target_batches != SetPoint.batches
-            self._check_no_target_option(is_unused, f"target_batches={self.target_batches}", f"={KEEP}")
+            elif self.side != SetPoint.side:
+                raise OptionError(f"side={self.side} has no effect without reg.target_score")
+            if self.target_score != KEEP and self.target_batches != SetPoint.batches:
+                raise OptionError(f"target_batches={self.target_batches} has no effect without reg.target_score={KEEP}")
             # The ids of the tokenizer are not known yet; `attach` checks that there are some.
             self._make_settings(special_ids=(0,), seed=0)
             if self.target != HIDDEN_STATES:
@@ -144,12 +140,6 @@ class PenaltyConfig(NoRegConfig):
             self.build()
         except OptionError as error:
             raise UserError(f"reg.{error}") from error
-
-    @staticmethod
-    def _check_no_target_option(is_refused: bool, option: str, value: str = "") -> None:
-        """Raise an `OptionError` if an option is refused, because `target_score` is not set or has another value."""
-        if is_refused:
-            raise OptionError(f"{option} has no effect without reg.target_score{value}")
 
     def _check_and_fix_options(self) -> None:
         """Check the options of one penalty that depend on each other, and fix those that are not used."""
