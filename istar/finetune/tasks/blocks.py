@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from istar.inputs.documents import iterate_texts
 from istar.inputs.tokenizing import count_text_tokens, find_separator_id, tokenize
 
 STARTS_FILE = "starts.npy"
-_PROGRESS_MIN_DOCUMENTS = 20_000  # smaller corpora are tokenized too quickly for a progress bar
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,10 @@ def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBa
         total=len(documents),
         desc="Tokenizing",
         unit=" documents",
-        disable=len(documents) < _PROGRESS_MIN_DOCUMENTS or None,
+        delay=1.0,
+        disable=None,
     )
-    separator_id = find_separator_id(tokenizer)
-    separator = [] if separator_id is None else [separator_id]
-    token_ids = (ids + separator for ids in tokenize(texts, tokenizer) if ids)
+    token_ids = filter(None, tokenize_documents(texts, tokenizer))
     try:
         with atomic_folder(folder) as temporary_folder:
             write_corpus(token_ids, max(tokenizer.get_vocab().values()) + 1, temporary_folder)
@@ -74,6 +72,17 @@ def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBa
         ) from error
     assert corpus is not None
     return corpus
+
+
+def tokenize_documents(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Yield the token ids of each document, which end with the tokenizer's separator token, if it has one.
+
+    A document without a token has no separator either.
+    """
+    separator_id = find_separator_id(tokenizer)
+    separator = [] if separator_id is None else [separator_id]
+    for token_ids in tokenize(texts, tokenizer):
+        yield token_ids + separator if token_ids else token_ids
 
 
 def write_corpus(documents: Iterable[Sequence[int]], vocabulary_size: int, folder: Path) -> None:

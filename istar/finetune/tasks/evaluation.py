@@ -48,18 +48,17 @@ class Evaluator:
         """Decode the logits into one prediction per example, and score the predictions if there are labels.
 
         `outputs` are logits by `feature_id`, in any order. The shape is (classes,) for classification, (1,) for
-        regression and (2, tokens) for spans (start logits, then end logits; padded or not).
+        regression and (2, tokens) for spans (start logits, then end logits, without padding).
 
         Raises:
-            ValueError: if the ids differ from the features', or logits have the wrong shape or are not finite.
+            ValueError: if the ids differ from the features', or logits are not finite.
         """
         logits = self._sort_logits_by_row(outputs)
-        rows_by_example = self._group_rows_by_example()
-        extra_fields: list[dict[str, Any]] = [{}] * len(rows_by_example)
+        extra_fields: list[dict[str, Any]] = [{}] * len(self.examples)
         if self.spec.kind == "span":
-            ids, predicted_values = self.examples["id"][:], self._decode_spans(logits, rows_by_example)
+            ids, predicted_values = self.examples["id"][:], self._decode_spans(logits)
         else:
-            logit_vectors = self._stack_vectors(logits, rows_by_example)
+            logit_vectors = np.stack(logits)
             is_sample = ROW_COLUMN in self.examples.column_names
             ids = self.examples[ROW_COLUMN][:] if is_sample else range(len(logit_vectors))
             if self.spec.kind == "regression":
@@ -87,49 +86,25 @@ class Evaluator:
                 f"the outputs must belong to exactly the {len(ids)} features: "
                 f"{len(missing)} missing, {len(unknown)} unknown"
             )
-        return [np.asarray(outputs[id_], dtype=np.float64) for id_ in ids]
+        logits = [np.asarray(outputs[id_], dtype=np.float64) for id_ in ids]
+        bad_rows = [row_index for row_index, row_logits in enumerate(logits) if not np.isfinite(row_logits).all()]
+        if bad_rows:
+            raise ValueError(
+                f"the logits of {len(bad_rows)} of {len(logits)} features are not finite, "
+                f"the first in row {bad_rows[0]}: the model has diverged"
+            )
+        return logits
 
-    def _group_rows_by_example(self) -> list[list[int]]:
-        """Return the feature rows of each example, in order; only an example of a span task may have several."""
-        rows_by_example: list[list[int]] = [[] for _ in range(len(self.examples))]
-        for row_index, example_index in enumerate(self.features["example_id"][:]):
-            rows_by_example[example_index].append(row_index)
-        return rows_by_example
-
-    def _stack_vectors(
-        self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]
-    ) -> NDArray[np.float64]:
-        num_logits = len(self.spec.labels) or 1
-        shapes = {row_logits.shape for row_logits in logits}
-        if shapes != {(num_logits,)}:
-            raise ValueError(f"task {self.spec.name} expects logits of shape ({num_logits},), not {sorted(shapes)}")
-        _check_finite(logits)
-        return np.stack([logits[rows[0]] for rows in rows_by_example])
-
-    def _decode_spans(self, logits: list[NDArray[np.float64]], rows_by_example: list[list[int]]) -> list[Any]:
-        offsets_by_row = _read_offsets(self.features)
-        unpadded_logits = []
-        for window_logits, offsets, left_padded in zip(
-            logits, offsets_by_row, self.features["left_padded"][:], strict=True
+    def _decode_spans(self, logits: list[NDArray[np.float64]]) -> list[str]:
+        windows_by_example: list[list[Any]] = [[] for _ in range(len(self.examples))]
+        for example_index, window_logits, offsets in zip(
+            self.features["example_id"][:], logits, _read_offsets(self.features), strict=True
         ):
-            num_tokens = len(offsets)
-            if window_logits.ndim != 2 or len(window_logits) != 2 or window_logits.shape[1] < num_tokens:
-                raise ValueError(
-                    f"a feature of {num_tokens} tokens needs logits of shape (2, {num_tokens}), "
-                    f"not {window_logits.shape}"
-                )
-            start = window_logits.shape[1] - num_tokens if left_padded else 0
-            unpadded_logits.append(window_logits[:, start : start + num_tokens])
-        _check_finite(unpadded_logits)
+            windows_by_example[example_index].append((*window_logits, offsets))
         contexts = self.examples[self.spec.text_columns[1]]
         return [
-            squad.best_answer(
-                context,
-                ((*unpadded_logits[row], offsets_by_row[row]) for row in rows),
-                self.n_best,
-                self.max_answer_length,
-            )
-            for context, rows in zip(contexts, rows_by_example, strict=True)
+            squad.best_answer(context, windows, self.n_best, self.max_answer_length)
+            for context, windows in zip(contexts, windows_by_example, strict=True)
         ]
 
     def _to_readable(self, value: Any) -> Any:
@@ -186,15 +161,6 @@ def _is_collapsed(spec: TaskSpec, values: Sequence[Any], references: Sequence[An
         reference_spread = float(np.std(references))
         return reference_spread > 0 and float(np.std(values)) <= 0.01 * reference_spread
     return len(set(values)) == 1 and any(reference != references[0] for reference in references)
-
-
-def _check_finite(logits: list[NDArray[np.float64]]) -> None:
-    bad_rows = [row_index for row_index, row_logits in enumerate(logits) if not np.isfinite(row_logits).all()]
-    if bad_rows:
-        raise ValueError(
-            f"the logits of {len(bad_rows)} of {len(logits)} features are not finite, "
-            f"the first in row {bad_rows[0]}: the model has diverged"
-        )
 
 
 def _read_offsets(features: datasets.Dataset) -> list[NDArray[np.int32]]:

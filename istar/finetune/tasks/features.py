@@ -1,13 +1,13 @@
 """Tokenized features of a split, with a cache that runs share, and their collation into padded batches.
 
-The cache stores each feature set, an Arrow file and its checksum, in a folder named by a hash of everything that
-determines the features.
+The cache stores each feature set in an Arrow file, whose name is a hash of everything that determines the features.
 """
 
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
-from istar.files.writing import atomic_write, write_text
+from istar.files.writing import atomic_write
 from istar.finetune.tasks import squad
 from istar.finetune.tasks.loading import fingerprint
 from istar.inputs.tokenizing import find_max_input_length
@@ -33,7 +33,6 @@ MIN_LENGTH = 8  # smallest accepted maximum length of a feature, in tokens
 
 _CACHE_VERSION = 2  # increase when the format or the features of the same inputs change
 _BATCH_ROWS = 1_000
-_PROGRESS_MIN_ROWS = 4_000  # smaller splits are tokenized too quickly for a progress bar
 _COLUMN_TYPES: dict[str, Any] = {
     "input_ids": datasets.List(datasets.Value("int32")),
     "attention_mask": datasets.List(datasets.Value("int8")),
@@ -44,7 +43,6 @@ _COLUMN_TYPES: dict[str, Any] = {
     "start_positions": datasets.Value("int32"),
     "end_positions": datasets.Value("int32"),
     "offset_mapping": datasets.List(datasets.List(datasets.Value("int32"))),
-    "left_padded": datasets.Value("bool"),
 }
 _BATCH_COLUMNS = (*squad.INPUTS, "labels", "start_positions", "end_positions", "feature_id")
 
@@ -76,8 +74,7 @@ def featurize(
         A data set with one unpadded feature per row, and the columns `input_ids`, `attention_mask`,
         `token_type_ids` (if the tokenizer produces them), `feature_id` (the row number), `example_id` (the row in
         `dataset`) and `length`. Labelled data add `labels`. Spans add `start_positions` and `end_positions` for
-        training; otherwise `offset_mapping`, (-1, -1) outside the context, and `left_padded`, whether the collator
-        pads on the left.
+        training; otherwise `offset_mapping`, (-1, -1) outside the context.
 
     Raises a `UserError` if a gold answer does not occur at its position, or the tokenizer makes no token of a text.
     """
@@ -87,9 +84,9 @@ def featurize(
         return _tokenize_split(spec, rows, encode_batch)
     parameters: dict[str, Any] = {"kind": spec.kind, "labels": len(spec.labels), "max_length": max_length}
     if spec.kind == "span":
-        parameters |= {"training": training, "doc_stride": doc_stride, "padding_side": tokenizer.padding_side}
-    folder = Path(cache_dir) / _compute_cache_key(rows, tokenizer, parameters)
-    return _load_or_build(folder, lambda: _tokenize_split(spec, rows, encode_batch))
+        parameters |= {"training": training, "doc_stride": doc_stride}
+    path = cache_dir / "features" / f"{_compute_cache_key(rows, tokenizer, parameters)}.arrow"
+    return _load_or_build(path, lambda: _tokenize_split(spec, rows, encode_batch))
 
 
 def limit_max_length(
@@ -268,7 +265,6 @@ def _encode_batch(
     else:
         columns = squad.tokenize_windows(texts[0], texts[1], tokenizer, max_length, doc_stride)
         columns["offset_mapping"] = [offsets.tolist() for offsets in columns["offset_mapping"]]
-        columns["left_padded"] = [tokenizer.padding_side == "left"] * len(columns["input_ids"])
     return columns
 
 
@@ -279,7 +275,7 @@ def _tokenize_split(
     tables: list[pa.Table] = []
     num_features = 0
     progress = datasets.utils.tqdm(
-        total=len(rows), desc=f"Tokenizing {spec.name}", unit=" rows", disable=len(rows) < _PROGRESS_MIN_ROWS or None
+        total=len(rows), desc=f"Tokenizing {spec.name}", unit=" rows", delay=1.0, disable=None
     )
     with progress:
         for start in range(0, len(rows), _BATCH_ROWS):
@@ -329,37 +325,19 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     return [type(tokenizer).__name__, backend, {name: getattr(tokenizer, name) for name in settings}]
 
 
-def _load_or_build(folder: Path, build: Callable[[], datasets.Dataset]) -> datasets.Dataset:
-    """Return the memory-mapped features from a cache folder; if they are missing, build and store them first.
+def _load_or_build(path: Path, build: Callable[[], datasets.Dataset]) -> datasets.Dataset:
+    """Return the memory-mapped features from a file of the cache; if it is missing or damaged, build and store them.
 
     Several processes may do so at once: they write equal files, and atomically.
     """
-    data_path, checksum_path = folder / "features.arrow", folder / "features.sha256"
-    if not _is_intact(data_path, checksum_path):
-        features = build()
-        try:
-            table = features.data.table.combine_chunks()
-            with atomic_write(data_path) as file, pa.ipc.new_stream(file, table.schema) as stream:
-                stream.write_table(table)
-            write_text(checksum_path, _compute_sha256(data_path))
-        except OSError as error:
-            logger.warning("the features stay in memory, because %s could not be written: %s", folder, error)
-            return features
-    return datasets.Dataset.from_file(str(data_path))
-
-
-def _is_intact(data_path: Path, checksum_path: Path) -> bool:
-    if not checksum_path.exists():
-        return False
+    with suppress(OSError, pa.ArrowException):
+        return datasets.Dataset.from_file(str(path))
+    features = build()
     try:
-        if checksum_path.read_text(encoding="utf-8") == _compute_sha256(data_path):
-            return True
-    except (OSError, ValueError) as error:
-        logger.debug("%s: %s", data_path, error)
-    logger.warning("the cached features in %s are damaged and will be rebuilt", data_path.parent)
-    return False
-
-
-def _compute_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        table = features.data.table.combine_chunks()
+        with atomic_write(path) as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    except OSError as error:
+        logger.warning("the features stay in memory, because %s could not be written: %s", path, error)
+        return features
+    return datasets.Dataset.from_file(str(path))

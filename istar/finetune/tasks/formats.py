@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from istar.errors import UserError, shorten
+from istar.errors import UserError
 from istar.files.parsing import parse_json
 from istar.inputs.readers import READERS, Table, numbered_lines, read_saved_dataset, read_text, read_tsv
 from istar.records.task_specs import TaskSpec
@@ -17,7 +17,8 @@ _log = logging.getLogger(__name__)
 MAX_MALFORMED_SHARE = 0.01
 """Largest share of malformed rows to skip with a warning. A file with more is damaged or has another format."""
 
-_TREE_TOKEN = re.compile(r"\(\d+(?= )|[()]|[^ ()]+")
+_LEAF = re.compile(r"\(\d+ ([^ ()]+)\)")
+_INNER_NODE = re.compile(r"\(\d+ \0(?: \0)*\)")  # a node whose children are replaced by null characters
 _PTB_ESCAPES = {"-LRB-": "(", "-RRB-": ")", r"\/": "/", r"\*": "*"}
 _PTB_ESCAPE = re.compile("|".join(map(re.escape, _PTB_ESCAPES)))
 
@@ -124,30 +125,14 @@ def parse_tree(text: str) -> tuple[str, str]:
     >>> parse_tree("(3 (2 Good) (2 -LRB-))")
     ('3', 'Good (')
     """
-    tokens = _TREE_TOKEN.findall(text)
-    leaves: list[str] = []
-    open_nodes: list[str] = []  # content of each open node so far: "", "word" or "nodes"
-    for position, token in enumerate(tokens):
-        if position and not open_nodes:
-            raise ValueError(f"{shorten(token)} follows the end of the tree")
-        if token == "(":
-            raise ValueError("a node has no label")
-        if token == ")":
-            if not open_nodes or not open_nodes.pop():
-                raise ValueError("a node is empty")
-            continue
-        content = "nodes" if token[0] == "(" else "word"
-        if open_nodes:
-            if open_nodes[-1] and "word" in (open_nodes[-1], content):
-                raise ValueError(f"{shorten(token)} is in a node that already has a word or other nodes")
-            open_nodes[-1] = content
-        if content == "nodes":
-            open_nodes.append("")
-        else:
-            leaves.append(token)
-    if open_nodes or not leaves or tokens[0][0] != "(":
-        raise ValueError("a bracket is not closed" if open_nodes else "the text is not in brackets")
-    return tokens[0][1:], _PTB_ESCAPE.sub(lambda match: _PTB_ESCAPES[match[0]], " ".join(leaves))
+    words = _LEAF.findall(text)
+    rest, num_nodes = _LEAF.subn("\0", text)
+    while num_nodes:
+        rest, num_nodes = _INNER_NODE.subn("\0", rest)
+    if rest != "\0":
+        raise ValueError("expected brackets like those of (3 (2 Good) (2 film))")
+    label = text[1 : text.index(" ")]
+    return label, _PTB_ESCAPE.sub(lambda match: _PTB_ESCAPES[match[0]], " ".join(words))
 
 
 def read_squad(path: Path, spec: TaskSpec, split: str) -> RawSplit:

@@ -188,7 +188,6 @@ class BlockCollator:
 
 
 def _pad_rows(rows: Sequence[NDArray[np.int64]], padding_id: int) -> Tensor:
-    """Return the rows padded on the right to the length of the longest one, (rows, tokens) long."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=padding_id)
 
 

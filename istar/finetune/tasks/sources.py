@@ -12,11 +12,7 @@ from datasets import Dataset
 
 from istar.errors import UserError, shorten
 from istar.finetune.tasks import formats
-from istar.finetune.tasks.document_stream import (
-    DocumentStream,
-    make_hub_stream,
-    open_file_stream,
-)
+from istar.finetune.tasks.document_stream import DocumentStream, make_hub_stream, open_file_stream
 from istar.finetune.tasks.formats import RawSplit
 from istar.inputs import demo
 from istar.inputs.documents import (

@@ -31,7 +31,7 @@ def make_training_features(
     The other arguments are as in `tokenize_windows`.
 
     Args:
-        answers: `{"text": [...], "answer_start": [...]}` of each example, with empty lists for unanswerable questions.
+        answers: `{"text": [...], "answer_start": [...]}` of each example, with at least one answer.
         ids: id of each example, for error messages.
 
     Returns:
@@ -99,7 +99,7 @@ def find_answer_tokens(offsets: NDArray[np.integer], start: int, end: int) -> tu
     """
     in_context = np.flatnonzero(offsets[:, 0] >= 0)
     starts, ends = offsets[in_context].T
-    if end <= start or not len(in_context) or start < starts[0] or end > ends[-1]:
+    if not len(in_context) or start < starts[0] or end > ends[-1]:
         return 0, 0
     first_index = int(np.searchsorted(ends, start, side="right"))
     last_index = int(np.searchsorted(starts, end, side="left")) - 1
@@ -158,13 +158,11 @@ def best_span(
 
 
 def _find_answer_range(context: str, answer: Mapping[str, Sequence[Any]], id_: str) -> tuple[int, int]:
-    if not answer["text"]:
-        return 0, 0
     text, start = answer["text"][0], answer["answer_start"][0]
-    if start < 0 or not text.strip() or not context.startswith(text, start):
+    if not text.strip() or not context.startswith(text, start):
         raise UserError(
             f"question {id_}: the answer {text!r} is not at character {start} of its context, "
-            f"which has {context[max(start, 0) :][: len(text)]!r} there; correct or remove this question"
+            f"which has {context[start : start + len(text)]!r} there; correct or remove this question"
         )
     start += len(text) - len(text.lstrip())
     return start, start + len(text.strip())

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks
+from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks, tokenize_documents
 from istar.finetune.tasks.document_stream import DocumentStream
 from istar.finetune.tasks.language_modelling import BlockRows, Masking
-from istar.inputs.tokenizing import count_text_tokens, find_separator_id, tokenize
+from istar.inputs.tokenizing import count_text_tokens
 
 _SAMPLED_TOKENS = 1 << 18
 
@@ -102,14 +102,11 @@ class StreamedBlocks:
     ) -> Iterator[tuple[StreamPosition, list[list[int]]]]:
         """Yield the position of each window, and its tokens by document; `documents` begins with the one at `start`."""
         text_length = self._text_length
-        separator_id = find_separator_id(self.tokenizer)
-        separator = [] if separator_id is None else [separator_id]
         positions, texts = itertools.tee(documents)
-        token_ids = tokenize((text for _, _, text in texts), self.tokenizer)
+        token_ids = tokenize_documents((text for _, _, text in texts), self.tokenizer)
         pieces: list[list[int]] = []
         position, num_free, num_used = start, self.window_blocks * text_length, start.token
         for (shard, document, _), ids in zip(positions, token_ids, strict=True):
-            ids = ids + separator if ids else ids
             while num_used < len(ids):
                 pieces.append(ids[num_used : num_used + num_free])
                 num_tokens = len(pieces[-1])

@@ -263,7 +263,6 @@ def _inspect_checkpoint(path: Path, run_name: str) -> tuple[int, bool]:
 
 
 def _list_sorted_paths(folder: Path, prefix: str) -> list[Path]:
-    """Return the files `<prefix>-<number>.ckpt` in a folder, sorted by number."""
     paths = (path for path in folder.glob(f"{prefix}-*.ckpt") if _parse_number_in_name(path) >= 0)
     return sorted(paths, key=_parse_number_in_name)
 
@@ -279,11 +278,7 @@ def get_random_state() -> dict[str, Any]:
     generator_name, generator_keys, *position_and_gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": (
-            str(generator_name),
-            torch.from_numpy(np.asarray(generator_keys, dtype=np.int64)),
-            *position_and_gauss,
-        ),
+        "numpy": (generator_name, np.asarray(generator_keys).tolist(), *position_and_gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -291,10 +286,8 @@ def get_random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore what `get_random_state` returned, on the GPU in use now."""
-    version, internal_state, next_gauss = state["python"]
-    random.setstate((version, tuple(internal_state), next_gauss))
-    generator_name, generator_keys, *position_and_gauss = state["numpy"]
-    np.random.set_state((generator_name, generator_keys.numpy().astype(np.uint32), *position_and_gauss))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

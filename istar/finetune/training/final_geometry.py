@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import lightning as L
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.features import TokenizedRows
@@ -88,12 +89,11 @@ def measure_validation_geometry(reader: StateReader, rows: TokenizedRows) -> dic
     order = sort_longest_first(rows)
     two_nn_order = [row_index for row_index in order if row_index < MAX_TWO_NN_EXAMPLES]
     two_nn_states_of_batches: list[tuple[Tensor, ...]] = []
-    find_positions = last_token_positions if is_decoder(config) else first_token_positions
     for row_indices, states_by_layer, mask in reader.iterate(rows, order):
         moments.update(states_by_layer[-1], mask)
         # Indices of TwoNN's examples within the batch, and the token position of each.
         batch_indices = (row_indices < MAX_TWO_NN_EXAMPLES).nonzero().squeeze(1).to(mask.device)
-        positions = find_positions(mask)[batch_indices]
+        positions = find_summary_positions(config, mask)[batch_indices]
         two_nn_states_of_batches.append(tuple(states[batch_indices, positions].cpu() for states in states_by_layer))
     # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
     index_by_text = {rows[row_index]["input_ids"].tobytes(): index for index, row_index in enumerate(two_nn_order)}
@@ -177,14 +177,14 @@ def unite_layers(layers: Sequence[Moments]) -> Moments:
     return union
 
 
-def first_token_positions(mask: Tensor) -> Tensor:
-    """Return the position of each text's first token, `(batch,)`, from its mask `(batch, tokens)`, 0 for padding."""
+def find_summary_positions(config: PretrainedConfig, mask: Tensor) -> Tensor:
+    """Return the position of the token that a head reads for each text, `(batch,)`, from the mask `(batch, tokens)`.
+
+    It is the first token ([CLS]) for an encoder, and the last one for a decoder. The mask is 0 for padding.
+    """
+    if is_decoder(config):
+        return mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
     return mask.long().argmax(1)
-
-
-def last_token_positions(mask: Tensor) -> Tensor:
-    """Return the position of each text's last token, `(batch,)`, from its mask `(batch, tokens)`, 0 for padding."""
-    return mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
 
 
 def _estimate_dimension(states: Tensor) -> float | None:

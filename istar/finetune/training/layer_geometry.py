@@ -17,14 +17,12 @@ from istar.finetune.training.data import Collate
 from istar.finetune.training.final_geometry import (
     StateReader,
     call_or_none,
-    first_token_positions,
-    last_token_positions,
+    find_summary_positions,
     unite_layers,
 )
 from istar.finetune.training.module import FineTuner, log_immediately
 from istar.hidden_states.model_layers import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
-from istar.inputs.architectures import is_decoder
 from istar.measures import ClassMoments, Moments, isoscore
 from istar.measures.layer_sums import LayerSums
 from istar.records.metric_names import geometry_key, isotropy_key
@@ -114,8 +112,7 @@ class ValidationGeometry(L.Callback):
             sums.update(states, mask)
         if self.has_classes:
             model: Any = pl_module.model
-            find_positions = last_token_positions if is_decoder(model.config) else first_token_positions
-            rows, positions = torch.arange(len(mask), device=mask.device), find_positions(mask)
+            rows, positions = torch.arange(len(mask), device=mask.device), find_summary_positions(model.config, mask)
             if not self._class_moments:
                 self._class_moments = [ClassMoments(states.shape[-1], states.device) for states in states_by_layer]
             for moments, states in zip(self._class_moments, states_by_layer, strict=True):
@@ -213,16 +210,14 @@ class GeometryProbe(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Raise a `UserError` if the interrupted training was measured at different steps or not at all."""
         state = checkpoint["callbacks"].get(self.state_key)
-        if state is None:
-            raise UserError(
-                "the interrupted run has not measured the steps that it has made; trainer.measure_every_n_steps=null "
-                "goes on with it, run.overwrite=true starts again"
-            )
         if state != self.state_dict():
+            previous = "trainer.measure_every_n_steps=null"
+            if state is not None:
+                steps, examples = state["every_n_steps"], state["num_examples"]
+                previous = f"trainer.measure_every_n_steps={steps} and trainer.measure_examples={examples}"
             raise UserError(
-                f"the interrupted run has trainer.measure_every_n_steps={state['every_n_steps']} and "
-                f"trainer.measure_examples={state['num_examples']}, which go on with it; run.overwrite=true starts "
-                "again"
+                f"the interrupted run has been measured with {previous}; the same settings go on with it, "
+                "run.overwrite=true starts again"
             )
 
     def _measure_and_log(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:

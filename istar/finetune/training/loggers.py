@@ -4,12 +4,10 @@ Timeouts and fallbacks keep an unreachable W&B server from stopping a run.
 """
 
 import inspect
-import json
 import logging
 import os
 import threading
 import uuid
-from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import Request, urlopen
 
 import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -49,12 +47,8 @@ def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config
     `metrics_file`. Otherwise, the caller must finalize `metrics_file` within the block.
     """
     trainer.loggers = [metrics_file]
-    if isinstance(config.logger, WandbConfig) and trainer.is_global_zero:
-        trainer.loggers.append(_start_wandb_run(config.logger, config, folder, _load_or_create_run_id(folder)))
-    if isinstance(config.logger, TensorBoardConfig) and trainer.is_global_zero:
-        trainer.loggers.append(TensorBoardResultLogger(folder, name="tensorboard", version="", default_hp_metric=False))
     if trainer.is_global_zero:
-        trainer.loggers.extend(_make_further_loggers(config, folder))
+        trainer.loggers.extend(_make_loggers(config, folder))
     exit_code = 1
     try:
         yield
@@ -64,8 +58,9 @@ def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config
             # An error while writing, such as a full disk, must not hide the error that ended the run.
             with suppress(OSError):
                 metrics_file.finalize("failed")
-        for logger in _result_loggers(trainer):
-            logger.finish(exit_code)
+        for logger in trainer.loggers:
+            if isinstance(logger, FailSafeWandbLogger | TensorBoardResultLogger):
+                logger.finish(exit_code)
 
 
 def check_further_loggers(config: Config) -> None:
@@ -97,16 +92,11 @@ def log_result(trainer: L.Trainer, result: Mapping[str, Any]) -> None:
             logger.finalize("success")
 
 
-def _result_loggers(trainer: L.Trainer) -> "list[FailSafeWandbLogger | TensorBoardResultLogger]":
-    return [logger for logger in trainer.loggers if isinstance(logger, FailSafeWandbLogger | TensorBoardResultLogger)]
-
-
-def _make_further_loggers(config: Config, folder: Path) -> Iterator[Logger]:
-    """Yield the loggers of `logger.also`, which have the run's config.
-
-    Raises:
-        UserError: if a logger refuses its arguments.
-    """
+def _make_loggers(config: Config, folder: Path) -> Iterator[Logger]:
+    if isinstance(config.logger, WandbConfig):
+        yield _start_wandb_run(config.logger, config, folder, _load_or_create_run_id(folder))
+    if isinstance(config.logger, TensorBoardConfig):
+        yield TensorBoardResultLogger(folder, name="tensorboard", version="", default_hp_metric=False)
     for name, arguments in config.logger.also.items():
         try:
             logger = getattr(loggers, name)(**_add_folder(name, arguments, str(folder)))
@@ -237,8 +227,8 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
     Raises:
         UserError: if W&B rejects the settings or the API key.
     """
-    # W&B's error reports are sent even by offline runs and delay the end of the process. The viewer query is disabled
-    # because `_find_server_problem` has already made it, and W&B would repeat it twice with retries.
+    # W&B's error reports are sent even by offline runs and delay the end of the process. The viewer query, which W&B
+    # sends twice with retries, is not needed: the request that starts the run has the same errors.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_X_DISABLE_VIEWER", "true")
     import wandb
@@ -269,6 +259,11 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
     except wandb.errors.CommError as error:
         # The service keeps the id of the run that it could not start, so it must be stopped first.
         wandb.teardown(exit_code=1)
+        if "error 401" in str(error):
+            raise UserError(
+                "Weights & Biases refuses the API key; correct WANDB_API_KEY or call `wandb login`, or log without a "
+                "key with logger.mode=offline"
+            ) from error
         run = wandb.init(mode=_fall_back_to_offline(shorten(error), folder), **init_arguments)  # type: ignore[arg-type]
     # Use the training step as the x-axis. W&B's count of log calls differs between resumed and uninterrupted runs.
     run.define_metric("trainer/global_step")
@@ -304,45 +299,22 @@ def _find_api_key(settings: Any) -> str | None:
     return password
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    """Follow no redirects, which would send the API key to another server."""
-
-    def redirect_request(self, *arguments: Any) -> None:
-        return None
-
-
 def _find_server_problem() -> str:
-    """Return why the W&B server cannot be used, or "" if it can.
-
-    Raises:
-        UserError: if the server rejects the API key.
-    """
+    """Return why the W&B server cannot be reached, or "" if it can; W&B itself would try for 10 s to reach it."""
     import wandb
 
-    settings = wandb.setup().settings
-    url, key = f"{settings.base_url}/graphql", _find_api_key(settings)
+    url = wandb.setup().settings.base_url
 
-    def send_query() -> int:
-        # This is the first query that W&B itself makes. The hub's session would reject it if HF_HUB_OFFLINE is set.
-        query = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
-        headers = {"Content-Type": "application/json"}
-        if key:
-            headers["Authorization"] = f"Basic {b64encode(f'api:{key}'.encode()).decode()}"
-        opener = build_opener(_NoRedirects)
+    def send_request() -> int:
+        # The hub's session would reject the request if HF_HUB_OFFLINE is set.
         try:
-            with opener.open(Request(url, query, headers), timeout=PROBE_TIMEOUT_SECONDS) as response:
+            with urlopen(Request(url, method="HEAD"), timeout=PROBE_TIMEOUT_SECONDS) as response:
                 return int(response.status)
         except HTTPError as error:
             return error.code
 
-    status, reason = request_status(send_query)
-    if status == 401 and key:
-        raise UserError(
-            f"Weights & Biases: {settings.base_url} refuses the API key; correct WANDB_API_KEY or call `wandb login`, "
-            "or log without a key with logger.mode=offline"
-        )
-    # Status 401 without a key is not a problem of the server: W&B then asks for a key or reports that it needs one.
-    return reason or (f"HTTP status {status}" if status >= 400 and status != 401 else "")
+    status, reason = request_status(send_request)
+    return reason or (f"HTTP status {status}" if status >= 500 else "")
 
 
 def _fall_back_to_offline(reason: str, folder: Path) -> str:
@@ -367,5 +339,4 @@ def _load_or_create_run_id(folder: Path) -> str:
 
 
 def _get_sweep_agent_run_id() -> str | None:
-    """Return the W&B run id that a W&B sweep agent chose for this process, or None without an agent."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

@@ -49,27 +49,22 @@ class StepGuard:
 
     skip_nonfinite: bool
     num_skipped: int = field(default=0, init=False)
-    _losses: list[tuple[str, Tensor]] = field(default_factory=list, init=False)
 
-    def reset(self) -> None:
-        """Discard the losses that were recorded for an unfinished step."""
-        self._losses = []
+    def must_skip(self, step: int, micro_batches: Sequence[Mapping[str, Tensor]], gradient_norm: Tensor | None) -> bool:
+        """Return whether to skip an optimizer step; a message names the first loss that is not finite.
 
-    def record(self, name: str, value: Tensor) -> None:
-        """Record a 0-d loss of one micro-batch, so that messages can name the first loss that is not finite."""
-        self._losses.append((name, value.detach()))
-
-    def must_skip(self, step: int, gradient_norm: Tensor | None) -> bool:
-        """Return whether to skip optimizer step number `step`, and discard the losses that were recorded for it.
-
-        `gradient_norm` is the global norm; None if a gradient scaler already skips steps that overflow.
+        Args:
+            step: number of the step, counted from 1.
+            micro_batches: logged metrics of the step's micro-batches, with the losses.
+            gradient_norm: the global norm; None if a gradient scaler already skips steps that overflow.
 
         Raises:
             NonFiniteError: if `skip_nonfinite` is False and a loss or the norm is not finite.
         """
-        named_values, self._losses = self._losses, []
+        names = {"task loss": "train/task_loss", "penalty": "train/penalty"}
+        named_values = [(name, batch[key]) for batch in micro_batches for name, key in names.items() if key in batch]
         if gradient_norm is not None:
-            named_values = [*named_values, ("norm of the gradient", gradient_norm)]
+            named_values.append(("norm of the gradient", gradient_norm))
         if self.skip_nonfinite:
             if gradient_norm is None or torch.isfinite(gradient_norm):
                 return False
@@ -142,11 +137,9 @@ class FineTuner(L.LightningModule):
         """Return the task loss plus the weighted penalty."""
         loss = self.task_loss(batch)
         terms = {"task_loss": loss.detach()}
-        self.step_guard.record("task loss", loss)
         # With weight 0, the loss equals the task loss bit for bit.
         if self.penalty is not None and self.penalty.penalty.weight != 0:
             weighted_penalty = self.penalty.loss()
-            self.step_guard.record("penalty", weighted_penalty)
             terms = self.penalty.terms(loss)
             loss = loss + weighted_penalty.to(loss.dtype)
         self._micro_batches.append(
@@ -170,7 +163,8 @@ class FineTuner(L.LightningModule):
         if is_sharded_tensor(gradient_norm):
             gradient_norm = gradient_norm.full_tensor()
         # A gradient scaler skips steps that overflow by design, so its norm is not checked.
-        if self.step_guard.must_skip(self.trainer.global_step + 1, None if scaler is not None else gradient_norm):
+        checked_norm = None if scaler is not None else gradient_norm
+        if self.step_guard.must_skip(self.trainer.global_step + 1, self._micro_batches, checked_norm):
             # Without a gradient, optimizers leave a parameter, its weight decay, its moments and its step count alone.
             optimizer.zero_grad(set_to_none=True)
         elif gradient_clip_val is not None and gradient_clip_algorithm == "value":
@@ -196,8 +190,7 @@ class FineTuner(L.LightningModule):
             self.step_metrics = log_immediately(self.trainer, {**_average_metrics(micro_batches), **step_metrics})
 
     def on_train_start(self) -> None:
-        """Discard the losses and metrics of an unfinished step, and move a restored penalty to the device."""
-        self.step_guard.reset()
+        """Discard the metrics of an unfinished step, and move a restored penalty to the device."""
         self._micro_batches, self._interval_start = [], None
         if self.penalty is not None:
             self.penalty.penalty.to(self.device)
@@ -360,12 +353,16 @@ def inputs_with_labels(batch: Batch) -> Batch:
 
 
 def logits_by_feature(batch: Batch, outputs: Any) -> Outputs:
-    """Return the logits of a batch by feature id. For answer spans, they are start and end logits, `(2, tokens)`."""
+    """Return the logits of a batch by feature id.
+
+    For answer spans, they are the start and end logits of the tokens without padding, `(2, tokens)`.
+    """
     if "logits" in outputs:
-        logits = outputs.logits
+        arrays = list(outputs.logits.detach().float().cpu().numpy())
     else:
-        logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
-    arrays = logits.detach().float().cpu().numpy()
+        logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1).detach().float().cpu()
+        masks = token_mask(batch).bool().cpu()
+        arrays = [span_logits[:, mask].numpy() for span_logits, mask in zip(logits, masks, strict=True)]
     return dict(zip(batch["feature_id"].tolist(), arrays, strict=True))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate, build_evaluation_loader, select_rows_with_tokens
-from istar.finetune.training.module import Batch, log_immediately
+from istar.finetune.training.module import Batch, inputs_with_labels, log_immediately
 from istar.finetune.training.progress import RunProgress
 from istar.finetune.training.signals import StopSignal
 from istar.hidden_states import AttachedPenalty
@@ -79,7 +79,7 @@ class ShrinkageCovariance(L.Callback):
         def iterate_inputs() -> Iterator[Batch]:
             for batch in self.progress.show_batches(loader, "computing Sigma_S"):
                 self.stop_signal.raise_if_signaled()
-                yield {name: value for name, value in batch.items() if name != "feature_id"}
+                yield inputs_with_labels(batch)
 
         with trainer.precision_plugin.val_step_context():
             return self.penalty.refresh(iterate_inputs(), self._compute_max_points(trainer))

@@ -158,7 +158,7 @@ def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
         plugins.append(SLURMEnvironment(auto_requeue=False))
     with suppress_lightning_messages():
         try:
-            trainer = L.Trainer(
+            return L.Trainer(
                 # FSDP2 casts the weights itself; see `shard`.
                 precision="32-true" if is_sharded else settings.precision,  # type: ignore[arg-type]
                 accelerator=settings.accelerator,
@@ -173,4 +173,3 @@ def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
             )
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error
-    return trainer

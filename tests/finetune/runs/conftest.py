@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import OpenerDirector
 
 import pytest
 
@@ -206,11 +205,11 @@ def wandb_waits(monkeypatch: pytest.MonkeyPatch) -> WandbWaits:
     """Record the timeouts of requests and of `wandb.init`. Offline, `wandb.init` gets all the time that it needs."""
     import wandb
 
-    waits, original_open, original_init = WandbWaits(), OpenerDirector.open, wandb.init
+    waits, original_open, original_init = WandbWaits(), loggers.urlopen, wandb.init
 
-    def record_open(opener: OpenerDirector, *arguments: Any, timeout: float, **keywords: Any) -> Any:
+    def record_open(request: Any, timeout: float) -> Any:
         waits.probes.append(timeout)
-        return original_open(opener, *arguments, timeout=timeout, **keywords)
+        return original_open(request, timeout=timeout)
 
     def record_init(mode: str, settings: Any, **keywords: Any) -> Any:
         waits.starts.append((mode, settings.init_timeout, settings.finish_timeout))
@@ -218,7 +217,7 @@ def wandb_waits(monkeypatch: pytest.MonkeyPatch) -> WandbWaits:
             settings.init_timeout = SECONDS
         return original_init(mode=mode, settings=settings, **keywords)
 
-    monkeypatch.setattr(OpenerDirector, "open", record_open)
+    monkeypatch.setattr(loggers, "urlopen", record_open)
     monkeypatch.setattr(wandb, "init", record_init)
     return waits
 

@@ -74,13 +74,13 @@ def test_a_damaged_corpus_is_written_again(tokenizer: Any, tmp_path: Path) -> No
 def test_a_process_that_is_late_removes_no_corpus_of_another(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both find no corpus; the other one writes it before this one begins to."""
+    """Both find no corpus; the other one writes it before this one has."""
     documents = Dataset.from_dict({"text": TEXTS})
 
     def write_earlier(tokenizer: Any) -> int | None:
         monkeypatch.undo()
         load_or_tokenize_corpus(documents, tokenizer, tmp_path)
-        [path] = tmp_path.glob("tokens/*/tokens.*")
+        [path] = tmp_path.glob("tokens/[!.]*/tokens.*")
         (tmp_path / "link").hardlink_to(path)
         return find_separator_id(tokenizer)
 

@@ -124,21 +124,15 @@ def test_tokens_that_touch_an_answer_are_not_of_it(start, end):
     assert find_answer_tokens(offsets, start, end) == (start + 1, end)
 
 
-def test_no_answer_and_white_space_around_one():
+def test_white_space_around_an_answer():
     context = "one two three"
-    answers = [
-        {"text": [], "answer_start": []},
-        {"text": [" two "], "answer_start": [3]},
-        {"text": ["three"], "answer_start": [8]},
-    ]
-    features = make_training_features(["q"] * 3, [context] * 3, answers, list("abc"), make_letter_tokenizer(), 64)
-    assert features["start_positions"] == [0, 6, 9]
-    assert features["end_positions"] == [0, 8, 13]
+    answers = [{"text": [" two "], "answer_start": [3]}, {"text": ["three"], "answer_start": [8]}]
+    features = make_training_features(["q"] * 2, [context] * 2, answers, list("ab"), make_letter_tokenizer(), 64)
+    assert features["start_positions"] == [6, 9]
+    assert features["end_positions"] == [8, 13]
 
 
-@pytest.mark.parametrize(
-    ("text", "start"), [("two", 5), ("two", -9), ("Two", 4), ("three four", 8), (" ", 3), ("two", 400)]
-)
+@pytest.mark.parametrize(("text", "start"), [("two", 5), ("Two", 4), ("three four", 8), (" ", 3), ("two", 400)])
 def test_a_misplaced_answer_names_its_question(text, start):
     answers = [{"text": [text], "answer_start": [start]}]
     with pytest.raises(UserError, match="question 57ab:"):

@@ -10,17 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import BertConfig, GPT2Config
 
 from istar.errors import NonFiniteError
 from istar.finetune.runs.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import final_geometry as geometry_module
-from istar.finetune.training.final_geometry import (
-    StateReader,
-    first_token_positions,
-    last_token_positions,
-    measure_validation_geometry,
-)
+from istar.finetune.training.final_geometry import StateReader, find_summary_positions, measure_validation_geometry
 from tests import oracles
 
 
@@ -235,5 +231,5 @@ def compute_mean_activation(model: Any, folder: Path, config: Any) -> list[float
 
 def test_first_and_last_tokens_wherever_the_padding_is() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 0, 0]])
-    assert first_token_positions(mask).tolist() == [0, 2, 0, 1]
-    assert last_token_positions(mask).tolist() == [2, 3, 3, 1]
+    assert find_summary_positions(BertConfig(), mask).tolist() == [0, 2, 0, 1]
+    assert find_summary_positions(GPT2Config(), mask).tolist() == [2, 3, 3, 1]

@@ -34,10 +34,10 @@ class PenaltyRecorder:
         self._states, self._mask = [], None
         summarize, combine = penalty.summarize, penalty.combine
 
-        def recording_summarize(state, tokens):
-            self._states.append(state.detach())
+        def recording_summarize(states, tokens):
+            self._states += [state.detach() for state in states]
             self._mask = tokens.attention_mask
-            return summarize(state, tokens)
+            return summarize(states, tokens)
 
         def recording_combine(summaries):
             loss = combine(summaries)

@@ -336,7 +336,7 @@ def make_probe(every_n_steps: int) -> GeometryProbe:
     [
         (None, KeptModels(Path("models"), "log", None), r"trainer\.keep_models=null, not log.*=null goes on with it"),
         (KeptModels(Path("models"), 3, None), KeptModels(Path("models"), "log", None), r"keep_models=3, not log"),
-        (None, make_probe(2), r"trainer\.measure_every_n_steps=null goes on with it"),
+        (None, make_probe(2), r"trainer\.measure_every_n_steps=null; the same settings go on with it"),
         (make_probe(3), make_probe(2), r"measure_every_n_steps=3 and trainer\.measure_examples=6"),
     ],
 )
