@@ -137,9 +137,6 @@ class ForkedInterpreter:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
 
 def _adopt_environment(environment: Mapping[str, str]) -> None:
     """Replace the environment by these variables, and set the rank that Lightning reads from them on import."""

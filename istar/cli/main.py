@@ -9,8 +9,8 @@ import shutil
 import string
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextvars import copy_context
 from typing import Any
 
 from istar import __version__
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # again and again, which takes up to a fifth of the time.
     gc.set_threshold(100_000, 50, 100)
     typed_arguments = list(sys.argv[1:] if arguments is None else arguments)
-    return run_with_robust_output(lambda: _run_command(typed_arguments))
+    # In a context of its own, because the command may set the formats of figures.
+    return run_with_robust_output(lambda: copy_context().run(_run_command, typed_arguments))
 
 
 def _run_command(arguments: list[str], train_command: str = "istar train") -> int:
@@ -49,8 +50,9 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
         options.typed = mask_secrets(shlex.join(["istar", *arguments]))
         extras.require(f"istar {options.name}", options.extra)
         _check_minima(options)
-        with _figure_formats(getattr(options, "figures", ())):
-            options.command(options)
+        if getattr(options, "figures", ()):
+            _set_figure_formats(options.figures)
+        options.command(options)
     except UserError as error:
         if SHOW_TRACE:
             raise
@@ -65,7 +67,6 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
 
 
 def _print_completion(shells: Sequence[str]) -> None:
-    """Print the script with which a shell completes commands and options."""
     extras.require("istar --print-completion", "completion")
     import shtab
 
@@ -82,21 +83,13 @@ def _check_minima(options: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value} is too small; expected {minimum} or more")
 
 
-@contextmanager
-def _figure_formats(formats: Sequence[str]) -> Iterator[None]:
-    """Draw the figures of pages also in these formats."""
-    if not formats:
-        yield
-        return
+def _set_figure_formats(formats: Sequence[str]) -> None:
+    """Let the figures of pages be drawn in these formats, too."""
     from istar.drawing.plot import FIGURE_FORMATS, SUFFIXES
 
     for name in formats:
         check_one_of("--figures", name, SUFFIXES)
-    token = FIGURE_FORMATS.set(tuple(dict.fromkeys(("svg", *formats))))
-    try:
-        yield
-    finally:
-        FIGURE_FORMATS.reset(token)
+    FIGURE_FORMATS.set(tuple(dict.fromkeys(("svg", *formats))))
 
 
 def train_main(arguments: Sequence[str] | None = None, command: str = "istar train") -> int:
@@ -157,7 +150,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_parser() -> _Parser:
-    """Return the parser of the command `istar` with all its subcommands."""
     parser = _Parser(prog="istar", description="Train models, measure their geometry, and compare and report runs.")
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
     # `_run_command` executes it; here for `--help`.

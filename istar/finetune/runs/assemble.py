@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.finetune.runs.identify import RunIdentity
@@ -47,7 +47,12 @@ CHECKPOINTS_FOLDER = "checkpoints"
 class Job:
     """A run that is ready to train: its identity, data, model, callbacks and trainer."""
 
-    prepared: PreparedRun
+    config: Config
+    spec: TaskSpec
+    folder: Path
+    identity: RunIdentity
+    tokenizer: PreTrainedTokenizerBase
+    data: PreparedData
     module: FineTuner
     data_module: FineTuningData
     trainer: L.Trainer
@@ -58,26 +63,6 @@ class Job:
     metrics_file: MetricsFile
     stop_signal: StopSignal
     progress: RunProgress
-
-    @property
-    def identity(self) -> RunIdentity:
-        return self.prepared.identity
-
-    @property
-    def data(self) -> PreparedData:
-        return self.prepared.data
-
-    @property
-    def config(self) -> Config:
-        return self.identity.config
-
-    @property
-    def spec(self) -> TaskSpec:
-        return self.identity.spec
-
-    @property
-    def folder(self) -> Path:
-        return self.identity.folder
 
 
 def assemble(prepared: PreparedRun, trial: str | None) -> Job:
@@ -135,7 +120,12 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     if trainer.strategy.root_device.type == "cpu":
         keep_freed_memory()
     job = Job(
-        prepared=prepared,
+        config=config,
+        spec=spec,
+        folder=folder,
+        identity=identity,
+        tokenizer=tokenizer,
+        data=data,
         module=module,
         data_module=data_module,
         trainer=trainer,

@@ -5,13 +5,11 @@ Around the last two, the processes of a run form a group, and rank 0 locks the f
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -32,8 +30,6 @@ from istar.finetune.training.trainer import suppress_lightning_messages
 from istar.records import results
 from istar.records.results import RunRecord
 
-T = TypeVar("T")
-
 
 def execute(
     identity: RunIdentity, console: Console | None, trial: str | None, start_time: float
@@ -48,7 +44,7 @@ def execute(
     job = assemble(prepare(identity), trial)
     with _process_group(job), lock_folder(job.folder) if job.trainer.is_global_zero else nullcontext():
         _check_same_run_on_all_ranks(job)
-        finished_record, checkpoint = _call_on_rank_zero(job.trainer, lambda: claim_folder(job))
+        finished_record, checkpoint = _claim_folder_on_rank_zero(job)
         if finished_record is not None:
             return finished_record, False
         with preserve_signal_handlers():
@@ -86,19 +82,18 @@ def _process_group(job: Job) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _call_on_rank_zero(trainer: L.Trainer, compute: Callable[[], T]) -> T:
-    """Call `compute` on rank 0 only, and return its result or raise its `UserError` on all ranks."""
-    result: T | None = None
-    error: UserError | None = None
-    if trainer.is_global_zero:
+def _claim_folder_on_rank_zero(job: Job) -> tuple[RunRecord | None, Path | None]:
+    """Call `claim_folder` on rank 0 only, and return its result or raise its `UserError` on all ranks."""
+    record, checkpoint, error = None, None, None
+    if job.trainer.is_global_zero:
         try:
-            result = compute()
+            record, checkpoint = claim_folder(job)
         except UserError as raised:
             error = raised
-    result, error = trainer.strategy.broadcast((result, error))
+    record, checkpoint, error = job.trainer.strategy.broadcast((record, checkpoint, error))
     if error is not None:
         raise error
-    return result  # type: ignore[return-value]
+    return record, checkpoint
 
 
 def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> RunRecord:

@@ -52,13 +52,10 @@ def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> st
     is_monitored = previous_settings.get("monitor_isotropy") or previous_settings.get("stop_at_inter_sim") is not None
     if config.trainer.monitor_isotropy and not is_monitored:
         return "was run without trainer.monitor_isotropy, whose measures it did not log"
-    if missing_models := _describe_missing_models(folder, record, config):
-        return missing_models
-    if missing_measurements := _describe_missing_measurements(previous_settings, config.trainer):
-        return missing_measurements
     if config.trainer.nonfinite == "stop" and record.skipped_steps:
         return f"has skipped {record.skipped_steps} steps; trainer.nonfinite=skip accepts it"
-    return ""
+    missing_measurements = _describe_missing_measurements(previous_settings, config.trainer)
+    return missing_measurements or _describe_missing_models(folder, record, config)
 
 
 def _describe_missing_models(folder: Path, record: RunRecord, config: Config) -> str:
@@ -80,18 +77,13 @@ def _describe_missing_models(folder: Path, record: RunRecord, config: Config) ->
 def _describe_missing_measurements(previous_settings: Mapping[str, Any], settings: TrainerConfig) -> str:
     """Describe the measurements that `settings` request and a run with `previous_settings` lacks; empty if none."""
     interval, previous_interval = settings.measure_every_n_steps, previous_settings.get("measure_every_n_steps")
+    num_examples = previous_settings.get("measure_examples")
     if interval is None:
         return ""
-    if previous_interval is None:
-        return (
-            "was run without trainer.measure_every_n_steps, whose measures it did not log; "
-            "trainer.measure_every_n_steps=null accepts it"
-        )
-    num_examples = previous_settings["measure_examples"]
     # The finished run has measured every requested step if the interval is a multiple of the previous one.
-    if interval % previous_interval or num_examples != settings.measure_examples:
-        return (
-            f"was run with trainer.measure_every_n_steps={previous_interval} trainer.measure_examples={num_examples}, "
-            "which accept it"
-        )
-    return ""
+    if previous_interval and interval % previous_interval == 0 and num_examples == settings.measure_examples:
+        return ""
+    return (
+        f"was run with trainer.measure_every_n_steps={previous_interval or 'null'} "
+        f"trainer.measure_examples={num_examples}, which accept it"
+    )

@@ -7,10 +7,8 @@ itself, so every run starts from the state after the imports.
 import gc
 import multiprocessing
 import os
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -34,9 +32,14 @@ def start_server(environment: Mapping[str, str]) -> None:
 
     Stop signals are blocked in the server, which ends together with the last of the processes that use it.
     """
-    with launch.blocked_signals(), _environment(environment):
-        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
-        forkserver.ensure_running()
+    previous_environment = dict(os.environ)
+    with launch.blocked_signals():
+        _replace_environment(environment)
+        try:
+            multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
+            forkserver.ensure_running()
+        finally:
+            _replace_environment(previous_environment)
 
 
 class ForkedProcess:
@@ -58,10 +61,6 @@ class ForkedProcess:
                 "sweep.fork=false starts a new interpreter for each run"
             ) from error
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
     def poll(self) -> int | None:
         return self._process.exitcode
 
@@ -69,22 +68,9 @@ class ForkedProcess:
         if self._process.exitcode is None and self._process.pid is not None:
             os.kill(self._process.pid, signal_number)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
     def wait(self) -> int | None:
         self._process.join()
         return self._process.exitcode
-
-
-@contextmanager
-def _environment(environment: Mapping[str, str]) -> Iterator[None]:
-    previous_environment = dict(os.environ)
-    _replace_environment(environment)
-    try:
-        yield
-    finally:
-        _replace_environment(previous_environment)
 
 
 def _replace_environment(environment: Mapping[str, str]) -> None:

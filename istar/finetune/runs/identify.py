@@ -88,15 +88,7 @@ def resolve_config(config: Config) -> Config:
     Raises:
         UserError: if `resolve_model` fails.
     """
-    config = resolve_precision(config)
-    return replace(config, model=resolve_model(config.model))
-
-
-def resolve_precision(config: Config) -> Config:
-    """Return the config with `trainer.precision=auto` replaced by a fast precision; warn of a slow requested one."""
-    if config.trainer.precision in ("32-true", "16-mixed"):
-        return config
-    return replace(config, trainer=precision.choose_precision(config.trainer))
+    return replace(config, trainer=precision.choose_precision(config.trainer), model=resolve_model(config.model))
 
 
 def resolve_model(config: ModelConfig) -> ModelConfig:
@@ -204,8 +196,7 @@ class RunFolders:
 
     def __init__(self) -> None:
         self._resolved_values_by_model: dict[tuple[str | None, ...], dict[str, Any]] = {}
-        self._num_examples_by_data: dict[str, int] = {}
-        self._fingerprint_by_data: dict[str, str] = {}
+        self._examples_by_data: dict[str, tuple[str, int]] = {}  # fingerprint and number of training examples
         self._identity_by_model: dict[str, str] = {}
 
     def find(self, config: Config) -> Path:
@@ -216,17 +207,15 @@ class RunFolders:
         """
         config = self.resolve(config)
         data_key, model_key = _make_data_key(config.task), repr(config.model)
-        if data_key not in self._num_examples_by_data:
+        if data_key not in self._examples_by_data:
             # Test sets are not part of a run's hash.
             task = replace(config.task, submission=False)
             spec = find_task_spec(config.task)
-            examples, self._fingerprint_by_data[data_key] = _load_fingerprinted_examples(
-                spec, replace(config, task=task)
-            )
-            self._num_examples_by_data[data_key] = len(examples.train)
+            examples, fingerprint = _load_fingerprinted_examples(spec, replace(config, task=task))
+            self._examples_by_data[data_key] = fingerprint, len(examples.train)
         if model_key not in self._identity_by_model:
             self._identity_by_model[model_key] = identify_model(config.model)
-        return run_folder_path(config, self._fingerprint_by_data[data_key], self._identity_by_model[model_key])
+        return run_folder_path(config, self._examples_by_data[data_key][0], self._identity_by_model[model_key])
 
     def resolve(self, config: Config) -> Config:
         """Return the config with its model resolved by `resolve_model`; all runs of a model get the same commit."""
@@ -238,7 +227,7 @@ class RunFolders:
 
     def num_training_examples(self, config: Config) -> int:
         """Return the number of training examples of a run, or 0 if `find` has not loaded its data."""
-        return self._num_examples_by_data.get(_make_data_key(config.task), 0)
+        return self._examples_by_data.get(_make_data_key(config.task), ("", 0))[1]
 
 
 def _make_data_key(task: TaskConfig) -> str:

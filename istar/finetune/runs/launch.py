@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from omegaconf import OmegaConf
 
@@ -151,14 +151,9 @@ def launch(config: Config, num_processes: int, trial: str | None = None) -> RunR
 class Process(Protocol):
     """The part of the interface of `subprocess.Popen` that `RunProcesses` needs."""
 
-    @property
-    def returncode(self) -> int | Any: ...
-
     def poll(self) -> int | None: ...
 
     def send_signal(self, signal_number: int, /) -> None: ...
-
-    def kill(self) -> None: ...
 
     def wait(self) -> int | None: ...
 
@@ -192,7 +187,7 @@ class RunProcesses:
         self._temporary_folder = tempfile.TemporaryDirectory(prefix="istar-")
         self._folder = Path(self._temporary_folder.name)
         self._deadline = float("inf")
-        self._failed_ranks: list[int] = []
+        self._exit_code_by_failed_rank: dict[int, int] = {}
         config_path = self._folder / "config.yaml"
         write_text(config_path, schema.to_yaml(config))
         arguments = [str(config_path), str(self._folder), *([trial] if trial else [])]
@@ -213,24 +208,22 @@ class RunProcesses:
     def has_ended(self) -> bool:
         """Return whether all processes have ended; kill the rest `GRACE_SECONDS` after one has failed."""
         exit_codes = [process.poll() for process in self._processes]
-        failed_ranks = [rank for rank, exit_code in enumerate(exit_codes) if exit_code]
+        self._exit_code_by_failed_rank = {rank: exit_code for rank, exit_code in enumerate(exit_codes) if exit_code}
         # A process that waits for a dead one in a collective would wait until the timeout of the process group.
-        if failed_ranks and self._deadline == float("inf"):
+        if self._exit_code_by_failed_rank and self._deadline == float("inf"):
             self._deadline = time.monotonic() + GRACE_SECONDS
         if None in exit_codes and time.monotonic() <= self._deadline:
             return False
-        self._failed_ranks = failed_ranks
         for process in self._processes:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
             process.wait()
         return True
 
     def read_record(self, signals: Sequence[int]) -> RunRecord:
         """Return the record of an ended run, or raise its error as `launch` does. `signals` were sent to the run."""
         with self._temporary_folder:
-            if self._failed_ranks:
-                exit_code_by_rank = {rank: self._processes[rank].returncode for rank in self._failed_ranks}
-                raise _make_run_error(self._folder, exit_code_by_rank, len(self._processes), signals)
+            if self._exit_code_by_failed_rank:
+                raise _make_run_error(self._folder, self._exit_code_by_failed_rank, len(self._processes), signals)
             return results.read_result(self._folder)
 
 
@@ -336,13 +329,8 @@ def _make_run_error(
         name = signal.Signals(-exit_code).name
         return StoppedError(f"stopped by {name} outside of training; run the same command to resume", -exit_code)
     process_label = f"process {rank} of {num_processes}" if num_processes > 1 else "the process of the run"
-    return _make_user_error(
-        f"{process_label} {_describe_exit_code(exit_code)}; the same command resumes from the last checkpoint"
-    )
-
-
-def _describe_exit_code(exit_code: int) -> str:
-    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    end = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    return _make_user_error(f"{process_label} {end}; the same command resumes from the last checkpoint")
 
 
 def _make_user_error(message: str, exit_code: int = UNEXPECTED_ERROR) -> UserError:

@@ -95,7 +95,7 @@ def _save_outputs(job: Job, record: RunRecord) -> None:
     if job.config.run.save_model:
         output = run_output(job.folder)
         draft = output.make_draft()
-        pretrained.save(job.module.model, job.prepared.tokenizer, draft, weights)
+        pretrained.save(job.module.model, job.tokenizer, draft, weights)
         penalty = job.module.penalty
         citation = penalty.penalty.citation if penalty is not None and penalty.penalty.weight else ""
         write_text(draft / MODEL_CARD, make_model_card(record, job.spec, citation))
@@ -137,7 +137,7 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         spec,
         job.data_module.collate,
         job.config.data.eval_batch_size,
-        max(job.prepared.tokenizer.get_vocab().values()) + 1,
+        max(job.tokenizer.get_vocab().values()) + 1,
     )
     data: dict[str, Any] = {
         "fingerprint": job.identity.data_fingerprint,

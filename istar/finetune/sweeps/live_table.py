@@ -37,7 +37,7 @@ class SweepEntry:
     """The state of one run of a sweep, as an entry of `sweep.json`; `name` is the name of the run's folder."""
 
     name: str
-    overrides: Sequence[str]
+    overrides: list[str]
     task: str  # label of the task among all runs of the sweep; see `label_inputs`
     model: str  # label of the model
     method: str  # with its settings
@@ -122,7 +122,7 @@ def make_entry(trial: Trial) -> SweepEntry:
     config = to_dict(trial.config)
     return SweepEntry(
         trial.name,
-        trial.overrides,
+        list(trial.overrides),
         task=trial.config.task.name,
         model=identity.shorten_model_name(trial.config.model.name),
         method=identity.label_method(config),
@@ -229,8 +229,6 @@ def read_state(path: Path) -> SweepState:
         UserError: if the file cannot be read or istar did not write it.
     """
     content = read_record(path, SweepState, "a sweep", STATE_FORMAT)
-    for entry in content["entries"]:
-        entry["overrides"] = tuple(entry["overrides"])
     return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
 
 

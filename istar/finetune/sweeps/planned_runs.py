@@ -14,7 +14,8 @@ from istar.errors import UserError, mask_secrets
 from istar.files.outputs import Output
 from istar.finetune.runs import extras
 from istar.finetune.runs.finished_runs import read_finished_run
-from istar.finetune.runs.identify import RunFolders, resolve_precision
+from istar.finetune.runs.identify import RunFolders
+from istar.finetune.runs.precision import choose_precision
 from istar.finetune.sweeps import live_table, trials
 from istar.finetune.sweeps.live_table import SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
@@ -79,13 +80,12 @@ class SweepRuns:
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
         self.trial_by_name: dict[str, Trial] = {}
         self.entry_by_name: dict[str, SweepEntry] = {}
-        # Name of the first grid that contains a run, by the name of the run.
-        self.grid_by_run: dict[str, str] = {}
+        # Name of the first grid that contains a run of a configuration, by the hash of the configuration.
+        self.grid_by_configuration: dict[str, str] = {}
         self.run_folders = RunFolders()
         # Keys that runs leave out because their option lacks them, by that option, such as `reg=none`.
         self._keys_left_out: dict[str, list[str]] = {}
         self._name_options = cache(self._compose_options)  # by overrides without values; many runs share them
-        self.leave_out_keys_without_effect = cache(self._leave_out_keys)  # grids and their runs both ask
         self._record_by_name: dict[str, RunRecord] = {}  # of the runs that were finished when they were added
         self._label_by_inputs: dict[Inputs, tuple[str, str]] = {}  # task and model of the runs
 
@@ -102,7 +102,7 @@ class SweepRuns:
                 grid_by_overrides.setdefault(self.leave_out_keys_without_effect(overrides), grid)
         self.add_runs(list(grid_by_overrides))
         for trial in self.trial_by_name.values():
-            self.grid_by_run[trial.name] = grid_by_overrides[trial.overrides]
+            self.assign_grid(trial.name, grid_by_overrides[trial.overrides])
         parts = [f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items()]
         arguments = self.request.arguments
         given_keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
@@ -115,7 +115,7 @@ class SweepRuns:
         if note:
             self.console.out(note, highlight=False)
 
-    def _leave_out_keys(self, overrides: Overrides) -> Overrides:
+    def leave_out_keys_without_effect(self, overrides: Overrides) -> Overrides:
         """Leave out the keys that the options of a run lack, such as `reg.lambda` with `reg=none`.
 
         A key stays, and is refused when the config is composed, if no option of the sweep has it.
@@ -172,7 +172,7 @@ class SweepRuns:
             # The processes of the run load the commit that the run is named after.
             config = self.run_folders.resolve(config)
             name = self.run_folders.find(config).name
-            record = self.read_finished_record(Trial(overrides, config, name))
+            record = read_finished_run(self.request.root / name, config)
         except UserError as error:
             error_message, name = str(error), f"not-started-{len(self.entry_by_name) + 1}"
         trial = self.trial_by_name.setdefault(name, Trial(overrides, config, name))
@@ -214,21 +214,13 @@ class SweepRuns:
         """
         config = schema.load(self.request.compose(overrides))
         if self.request.launcher is None:
-            return resolve_precision(config)
+            return replace(config, trainer=choose_precision(config.trainer))
         if config.trainer.precision == "auto":
             raise UserError(
                 "trainer.precision=auto: the jobs of a launcher may run on another machine than this; name the "
                 "precision, for example trainer.precision=bf16-mixed"
             )
         return config
-
-    def read_finished_record(self, trial: Trial) -> RunRecord | None:
-        """Read the record of a trial that is finished and need not be executed again, or return None.
-
-        Raises:
-            UserError: if the folder contains a result that cannot be used.
-        """
-        return read_finished_run(self.request.root / trial.name, trial.config)
 
     def compose_sample_config(self) -> Config:
         """Compose a config without the overrides to sweep over, as an example of the runs of a search.
@@ -244,19 +236,28 @@ class SweepRuns:
         self.run_folders.find(config)
         return config
 
-    def list_repetitions_of_best(self) -> list[Overrides]:
-        """List the overrides that repeat the best configuration of each selection group with each of `sweep.seeds`."""
+    def assign_grid(self, name: str, grid: str) -> None:
+        """Assign a run and all runs of its configuration to a grid, unless they belong to another one already."""
+        self.grid_by_configuration.setdefault(self.entry_by_name[name].configuration, grid)
+
+    def find_best_configurations(self) -> list[list[SweepEntry]]:
+        """Return the finished runs, one for each seed, of the best configuration of each selection group."""
         entries_by_group: dict[tuple[str, ...], list[SweepEntry]] = {}
         for entry in self.state.entries:
             entries_by_group.setdefault(self.selection_group(entry), []).append(entry)
-        best = [runs[0] for runs in map(live_table.find_best_configuration, entries_by_group.values()) if runs]
+        return list(filter(None, map(live_table.find_best_configuration, entries_by_group.values())))
+
+    def list_repetitions_of_best(self) -> list[Overrides]:
+        """List the overrides that repeat the best configuration of each selection group with each of `sweep.seeds`."""
         return [
-            trials.replace_seed(tuple(entry.overrides), seed) for entry in best for seed in self.request.settings.seeds
+            trials.replace_seed(tuple(best_runs[0].overrides), seed)
+            for best_runs in self.find_best_configurations()
+            for seed in self.request.settings.seeds
         ]
 
     def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
         """Return task, model, method and grid of a run; more seeds repeat the best configuration of each."""
-        return (*entry.group, self.grid_by_run.get(entry.name, ""))
+        return (*entry.group, self.grid_by_configuration.get(entry.configuration, ""))
 
     def read_record(self, entry: SweepEntry) -> RunRecord:
         """Return the record of an ended run, from memory if the run was finished when it was added."""

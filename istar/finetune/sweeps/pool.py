@@ -29,9 +29,7 @@ def run_trials(
         StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
-    # A new interpreter costs seconds for every run; a forked process does not.
-    spawn_process: Spawn = ForkedProcess if settings.fork and is_supported() else spawn
-    pool = _TrialPool(source, settings, log_folder, environment or {}, spawn_process)
+    pool = _TrialPool(source, settings, log_folder, environment or {})
     with forward_signals(pool.runs) as signals:
         while pool.fill_slots(signals):
             pool.collect_ended(signals)
@@ -46,16 +44,12 @@ class _TrialPool:
     """Runs trials in parallel, one at a time in each of the `settings.jobs` slots."""
 
     def __init__(
-        self,
-        source: "TrialQueue",
-        settings: SweepConfig,
-        log_folder: Path,
-        environment: Mapping[str, str],
-        spawn_process: Spawn,
+        self, source: "TrialQueue", settings: SweepConfig, log_folder: Path, environment: Mapping[str, str]
     ) -> None:
         self.runs: list[RunProcesses] = []
-        self._source, self._log_folder, self._environment, self._spawn = source, log_folder, environment, spawn_process
-        self._num_jobs, self._fail_fast = settings.jobs, settings.fail_fast
+        self._source, self._settings, self._log_folder, self._environment = source, settings, log_folder, environment
+        # A new interpreter costs seconds for every run; a forked process does not.
+        self._spawn: Spawn = ForkedProcess if settings.fork and is_supported() else spawn
         self._running_by_slot: dict[int, tuple[Trial, RunProcesses]] = {}
         self._gpus = list_visible_gpus() if settings.jobs > 1 else []
         self._is_stopping = False
@@ -65,7 +59,7 @@ class _TrialPool:
 
         Once a stop signal is in `signals`, no more trials start.
         """
-        for slot in range(self._num_jobs):
+        for slot in range(self._settings.jobs):
             while slot not in self._running_by_slot and not signals and not self._is_stopping:
                 trial = self._source.next_trial()
                 if trial is None:
@@ -85,7 +79,7 @@ class _TrialPool:
     def _start(self, slot: int, trial: Trial) -> None:
         log_path = self._log_folder / f"{trial.name}.log"
         try:
-            extra_variables = make_slot_environment(slot, self._num_jobs, trial.config.trainer, self._gpus)
+            extra_variables = make_slot_environment(slot, self._settings.jobs, trial.config.trainer, self._gpus)
             extra_variables.update(self._environment)
             num_processes = processes_to_start(trial.config.trainer)
             with blocked_signals():
@@ -114,7 +108,7 @@ class _TrialPool:
     def _report_failure(self, trial: Trial, error: UserError) -> None:
         """Report a failed trial's error to its source; with `fail_fast`, stop all running trials."""
         self._source.on_ended(trial, error)
-        if self._fail_fast:
+        if self._settings.fail_fast:
             self._is_stopping = True
             for run in self.runs:
                 run.send_signal(signal.SIGTERM)

@@ -1,9 +1,7 @@
 """Searches with Optuna, which chooses the values to try next by the results of earlier trials."""
 
 import getpass
-import itertools
 import logging
-import math
 import os
 import random
 import uuid
@@ -16,6 +14,7 @@ import optuna
 from filelock import FileLock, Timeout
 from hydra.core.override_parser.types import IntervalSweep, Override
 from optuna.trial import FrozenTrial, TrialState
+from sklearn.model_selection import ParameterGrid
 
 from istar.errors import UserError, shorten
 from istar.finetune.sweeps.trials import Overrides, SearchSpace
@@ -32,7 +31,7 @@ _MAX_DUPLICATES = 5
 MAX_RANDOM_DUPLICATES = 50
 """After this number of duplicates in a row, a space with continuous intervals counts as exhausted."""
 _MAX_LISTED_COMBINATIONS = 10_000
-"""Largest search space to list for untried combinations; larger ones count as continuous."""
+"""Largest number of combinations to list for untried ones; larger search spaces count as continuous."""
 
 
 class Study:
@@ -90,7 +89,6 @@ class Study:
         self._check_folder()
         self._running_trials: set[int] = set()
         self._tried_runs: set[str] = set()
-        self._tried_overrides: set[Overrides] = set()
         self._is_exhausted = False
         self._num_new_trials_allowed = self._max_trials
         self._num_new_trials_allowed = self.num_trials_left()  # without those that have been started already
@@ -163,11 +161,15 @@ class Study:
         combinations = list_parameters(self._space_by_grid)
         if combinations is None:
             return self._ask_for_random_run()
-        started_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
-        tried = self._tried_overrides | {tuple(trial.user_attrs.get(_OVERRIDES, ())) for trial in started_trials}
+        # What has failed in other calls is tried again.
+        tried = [
+            trial.params
+            for trial in self._study.get_trials(deepcopy=False)
+            if trial.state != TrialState.FAIL or trial.user_attrs.get(_WORKER) == self._worker_id
+        ]
         self._random_generator.shuffle(combinations)
-        for parameters, overrides in combinations:
-            if overrides not in tried:
+        for parameters in combinations:
+            if parameters not in tried:
                 self._study.enqueue_trial(parameters)
                 if (suggestion := self._start_trial(self._study.ask())) is not None:
                     return suggestion
@@ -218,8 +220,9 @@ class Study:
         trial.set_user_attr(_WORKER, self._worker_id)
         trial_overrides = suggest_overrides(trial, self._space_by_grid) if overrides is None else tuple(overrides)
         run_name = self._run_name(trial_overrides)
-        is_duplicate = run_name in self._tried_runs | self._get_runs_of_other_trials(trial.number)
-        self._tried_overrides.add(trial_overrides)
+        started_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
+        other_runs = {other.user_attrs.get(_RUN, "") for other in started_trials if other.number != trial.number}
+        is_duplicate = run_name in self._tried_runs | other_runs
         trial.set_user_attr(_OVERRIDES, list(trial_overrides))
         trial.set_user_attr(_RUN, run_name)
         if is_duplicate:
@@ -229,11 +232,6 @@ class Study:
         self._tried_runs.add(run_name)
         self._running_trials.add(trial.number)
         return trial.number, trial_overrides
-
-    def _get_runs_of_other_trials(self, trial_number: int) -> set[str]:
-        """Return the names of other trials' runs that are running or have a result."""
-        trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING)
-        return {trial.user_attrs.get(_RUN, "") for trial in trials if trial.number != trial_number}
 
     def _get_trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False, states=states)
@@ -269,27 +267,20 @@ def suggest_overrides(trial: optuna.trial.Trial, space_by_grid: Mapping[str, Sea
     return tuple(_suggest_override(trial, override) for override in space_by_grid[grid_name].values())
 
 
-def list_parameters(space_by_grid: Mapping[str, SearchSpace]) -> list[tuple[dict[str, Any], Overrides]] | None:
-    """List the Optuna parameters and the overrides of all combinations of values in all search spaces.
+def list_parameters(space_by_grid: Mapping[str, SearchSpace]) -> list[dict[str, Any]] | None:
+    """List the Optuna parameters of all combinations of values in all search spaces.
 
-    Returns None if a key has a continuous interval, or a space has more than `_MAX_LISTED_COMBINATIONS` combinations.
+    Returns None if a key has a continuous interval, or there are more than `_MAX_LISTED_COMBINATIONS` combinations.
     """
-    combinations = []
+    values_by_key: list[dict[str, Any]] = []  # of each search space
     for grid_name, space in space_by_grid.items():
-        grid = {"grid": grid_name} if len(space_by_grid) > 1 else {}
         swept = [override for override in space.values() if override.is_sweep_override()]
-        value_lists = [values for override in swept if (values := _list_values(override)) is not None]
-        if len(value_lists) < len(swept) or math.prod(map(len, value_lists)) > _MAX_LISTED_COMBINATIONS:
-            return None
-        for values in itertools.product(*value_lists):
-            value_by_key = {override.get_key_element(): value for override, value in zip(swept, values, strict=True)}
-            overrides = tuple(
-                f"{key}={value_by_key[key]}" if (key := override.get_key_element()) in value_by_key
-                else override.input_line or ""
-                for override in space.values()
-            )  # fmt: skip
-            combinations.append(({**grid, **value_by_key}, overrides))
-    return combinations
+        grid = {"grid": [grid_name]} if len(space_by_grid) > 1 else {}
+        values_by_key.append(grid | {override.get_key_element(): _list_values(override) for override in swept})
+    if any(None in values.values() for values in values_by_key):
+        return None
+    combinations = ParameterGrid(values_by_key)
+    return list(combinations) if len(combinations) <= _MAX_LISTED_COMBINATIONS else None
 
 
 def _list_values(override: Override) -> Sequence[int | str] | None:

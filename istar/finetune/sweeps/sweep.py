@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from istar.drawing.pictures import render_files
 from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import is_locked, lock_folder
+from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.sweeps import comparison, pool
 from istar.finetune.sweeps.comparison import ConfigurationsByTask
 from istar.finetune.sweeps.live_table import Board, SweepEntry
@@ -24,9 +25,9 @@ from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns, list_run
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.records import results
 from istar.records.config import Config, WandbConfig
-from istar.records.identity import find_method, shorten_model_name
+from istar.records.identity import shorten_model_name
 from istar.records.results import RunRecord
-from istar.records.run_rows import Configuration, describe_smoke_runs, group_by_task, selection_sort_key
+from istar.records.run_rows import describe_smoke_runs, group_by_task
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.study import Study
@@ -104,9 +105,12 @@ class TrialQueue:
     def _is_elsewhere(self, entry: SweepEntry) -> bool:
         return is_locked(self.runs.request.root / entry.name)
 
+    def _read_finished(self, trial: Trial) -> RunRecord | None:
+        return read_finished_run(self.runs.request.root / trial.name, trial.config)
+
     def _report_if_finished(self, trial: Trial) -> bool:
         try:
-            outcome: RunRecord | UserError | None = self.runs.read_finished_record(trial)
+            outcome: RunRecord | UserError | None = self._read_finished(trial)
         except UserError as error:
             outcome = error
         if outcome is not None:
@@ -117,7 +121,7 @@ class TrialQueue:
         """Report the running trials that have finished, while a launcher still executes the others."""
         for trial in (trial for trial in batch if self.runs.entry_by_name[trial.name].status == "running"):
             with suppress(UserError):  # the launcher returns it
-                if (record := self.runs.read_finished_record(trial)) is not None:
+                if (record := self._read_finished(trial)) is not None:
                     self.on_ended(trial, record)
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
@@ -163,7 +167,7 @@ class SearchQueue(TrialQueue):
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
         """Add a trial that Optuna suggests as waiting, or report its outcome if its run already has one."""
         entry = self.runs.entry_by_name[self.runs.add_run(overrides).name]
-        self.runs.grid_by_run.setdefault(entry.name, self._study.grid_of_trial(trial_number))
+        self.runs.assign_grid(entry.name, self._study.grid_of_trial(trial_number))
         if entry.status in ("waiting", "stopped"):
             entry.status = "waiting"
             self._trial_number_by_run[entry.name] = trial_number
@@ -221,7 +225,7 @@ def _add_ended_trials(runs: SweepRuns, study: "Study") -> None:
     for trial_number, overrides in study.ended_trials():
         trial = runs.add_run(overrides)
         entry = runs.entry_by_name[trial.name]
-        runs.grid_by_run.setdefault(entry.name, study.grid_of_trial(trial_number))
+        runs.assign_grid(entry.name, study.grid_of_trial(trial_number))
         if entry.status == "waiting":
             if not (runs.request.root / entry.name / results.RESULT).exists():
                 raise UserError(
@@ -317,7 +321,11 @@ def print_results(runs: SweepRuns) -> int:
     if records:
         groups: ConfigurationsByTask = group_by_task(records)
         if sum(map(len, groups.values())) > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
-            groups = select_best_configurations(groups, runs.grid_by_run)
+            best_names = {entry.name for best_runs in runs.find_best_configurations() for entry in best_runs}
+            groups = {
+                task_and_model: [configuration for configuration in group if configuration.runs[0].name in best_names]
+                for task_and_model, group in groups.items()
+            }
         markdown = comparison.format_comparison_as_markdown(groups).encode()
         contents = {"comparison.md": markdown}
         plot_by_name = {plot.name: plot for plot in comparison.build_comparison_plots(groups)}
@@ -343,28 +351,6 @@ def print_results(runs: SweepRuns) -> int:
     return 1 if failed_entries or unfinished_entries else 0
 
 
-def select_best_configurations(
-    configurations_by_task: ConfigurationsByTask, grid_by_run: Mapping[str, str]
-) -> ConfigurationsByTask:
-    """Return the best configuration of each task, model, penalty and grid, by `selection_sort_key`.
-
-    It has the runs of all its seeds. `grid_by_run` maps the name of a run to its grid; a configuration belongs to the
-    grid of any of its runs.
-    """
-    best_by_task = {}
-    for task_and_model, configurations in configurations_by_task.items():
-        candidates_by_key: dict[tuple[str, str], list[Configuration]] = {}
-        for configuration in configurations:
-            runs = configuration.runs
-            grid = next((grid_by_run[run.name] for run in runs if run.name in grid_by_run), "")
-            candidates_by_key.setdefault((find_method(runs[0].config), grid), []).append(configuration)
-        best_by_task[task_and_model] = [
-            max(candidates, key=lambda candidate: selection_sort_key(candidate.runs))
-            for candidates in candidates_by_key.values()
-        ]
-    return best_by_task
-
-
 def read_finished_runs(root: Path) -> list[RunRecord]:
     """Read the records of the finished runs in a folder, without smoke runs; skip unreadable ones with a warning."""
     records = []
@@ -384,31 +370,24 @@ def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[
     training example and epoch of the finished runs with the same model, task and method; else with the same model and
     task; else with the same model. Without any, the estimate is None.
     """
-    # Seconds per training example and epoch, by the index of the finished run, for each similarity key.
-    rates_by_key: dict[tuple[str, ...], dict[int, float]] = {}
-    for run_index, record in enumerate(finished):
+    # Seconds per training example and epoch of the finished runs, by model; by model and task; and by all three names.
+    rates_by_names: dict[tuple[str, ...], list[float]] = {}
+    for record in finished:
         config = record.config
+        names = shorten_model_name(config["model"]["name"]), config["task"]["name"], config["reg"]["name"]
         num_examples_in_epochs = record.data.get("train", 0) * config["trainer"]["max_epochs"]
-        if num_examples_in_epochs:
-            for key in _make_similarity_keys(config["model"]["name"], config["task"]["name"], config["reg"]["name"]):
-                rates_by_key.setdefault(key, {})[run_index] = record.timing["total"] / num_examples_in_epochs
-    total_seconds, used_keys = 0.0, set()
+        for num_names in (1, 2, 3) if num_examples_in_epochs else ():
+            rates_by_names.setdefault(names[:num_names], []).append(record.timing["total"] / num_examples_in_epochs)
+    total_seconds, num_equal_names = 0.0, 3
     for planned_config, num_examples in planned:
         if planned_config.task.stream:
             return None, "the length of a stream is unknown"
-        names = planned_config.model.name, planned_config.task.name, planned_config.reg.name
-        key = next((key for key in _make_similarity_keys(*names) if key in rates_by_key), ())
-        if not key:
+        names = shorten_model_name(planned_config.model.name), planned_config.task.name, planned_config.reg.name
+        rates_key = next((names[:num_names] for num_names in (3, 2, 1) if names[:num_names] in rates_by_names), ())
+        if not rates_key:
             return None, "no finished run of this model to estimate by"
-        used_keys.add(key)
-        total_seconds += median(rates_by_key[key].values()) * num_examples * planned_config.trainer.max_epochs
-    num_runs = len({run_index for key in used_keys for run_index in rates_by_key[key]})
-    # The least similar of the finished runs used determines the description; the keys have one to three parts.
-    similarity = {3: "model, task and method", 2: "model and task", 1: "model"}[min(map(len, used_keys), default=3)]
-    return total_seconds, f"by {num_runs} finished run{'s' if num_runs != 1 else ''} of the same {similarity}"
-
-
-def _make_similarity_keys(model: str, task: str, method: str) -> list[tuple[str, ...]]:
-    """Return three keys of a run, the most specific first: model, task and method; model and task; model."""
-    model_name = shorten_model_name(model)
-    return [(model_name, task, method), (model_name, task), (model_name,)]
+        # The least similar of the finished runs used determines the description.
+        num_equal_names = min(num_equal_names, len(rates_key))
+        total_seconds += median(rates_by_names[rates_key]) * num_examples * planned_config.trainer.max_epochs
+    similarity = ("model", "model and task", "model, task and method")[num_equal_names - 1]
+    return total_seconds, f"by finished runs of the same {similarity}"

@@ -236,15 +236,18 @@ def test_a_lock_is_told_from_other_errors(composed):
 
     class EndedProcess:
         def __init__(self, code, arguments, environment, log):
-            self.returncode = code
+            self.exit_code = code
             if code == LockedError.exit_code:
                 error = {"message": "busy", "code": code, "trace": ""}
                 (Path(arguments[1]) / "error-0.json").write_text(json.dumps(error))
 
         def poll(self):
-            return self.returncode
+            return self.exit_code
 
-        kill = wait = poll
+        def send_signal(self, number):
+            assert number == signal.SIGKILL
+
+        wait = poll
 
     errors = []
     for code in (LockedError.exit_code, 1):

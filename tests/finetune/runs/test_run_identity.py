@@ -107,7 +107,7 @@ def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp
             UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_examples=64"
         ):
             look_up(measured, f"trainer.measure_every_n_steps={steps}", f"trainer.measure_examples={examples}")
-    with pytest.raises(UserError, match=r"without trainer\.measure_every_n_steps.*trainer\.measure_every_n_steps=null"):
+    with pytest.raises(UserError, match=r"was run with trainer\.measure_every_n_steps=null trainer\.measure_ex"):
         look_up((), *measured)
 
 
