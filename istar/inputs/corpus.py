@@ -5,14 +5,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from istar.errors import UserError
 from istar.inputs.documents import (
@@ -302,7 +301,7 @@ def split_into_batches(
 
 def pad_batch(blocks: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
     """Pad the token ids of blocks to the longest, and return `input_ids` and `attention_mask`, `(blocks, tokens)`."""
-    rows = [torch.tensor(block) for block in blocks]
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": mask}
+    lengths = torch.tensor([len(block) for block in blocks])
+    is_token = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.full(is_token.shape, pad_id).masked_scatter_(is_token, torch.tensor(list(chain.from_iterable(blocks))))
+    return {"input_ids": ids, "attention_mask": is_token.long()}

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.numerics import check_matrix, full_precision, row_norms
+from istar.measures.numerics import BLOCK_ON_DEVICES, check_matrix, full_precision, row_norms
 
 _DISTANCES_PER_BLOCK = 2**22
-"""Number of distances that are computed at once: 16 MiB in float32, 32 MiB in float64."""
+"""Number of distances that are computed at once on a CPU: 16 MiB in float32, 32 MiB in float64."""
 _NUM_MORE_IN_FLOAT32, _NUM_MORE_IN_FLOAT64 = 2, 14
 """Candidates beyond the k nearest: many in float64, because rounding changes the order of near duplicates."""
 _TOLERANCE = 1e-12
@@ -249,7 +249,8 @@ def _find_nearest(points: Tensor, factors: Tensor, rows: Tensor, k: int, num_mor
     num_candidates, limits = min(k + num_more, n - 1), torch.finfo(factors.dtype)
     lower_norms = factors.square().sum(1) * (1 - (d + 8) * limits.eps / 2) - limits.tiny
     distances, is_certain = [], []
-    for indices in rows.split(max(1, _DISTANCES_PER_BLOCK // n)):
+    distances_per_block = _DISTANCES_PER_BLOCK if points.device.type == "cpu" else BLOCK_ON_DEVICES
+    for indices in rows.split(max(1, distances_per_block // n)):
         bounds = torch.addmm(lower_norms, factors[indices], factors.T, alpha=-2)
         # A point is not its own neighbour.
         bounds[torch.arange(len(indices), device=rows.device), indices] = torch.inf

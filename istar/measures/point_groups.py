@@ -8,7 +8,8 @@ tokens hide both.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -89,7 +90,8 @@ def log2_bin_range(index: int) -> tuple[int, int]:
     return (2 ** (index - 1), 2**index - 1) if index else (0, 0)
 
 
-class RowsByGroup(NamedTuple):
+@dataclass(frozen=True)
+class RowsByGroup:
     """The rows of a batch by group, for sums over the rows of each group.
 
     It depends on the groups alone: the hidden states of all layers at the same tokens share it.
@@ -112,7 +114,7 @@ class RowsByGroup(NamedTuple):
 
     def to(self, device: torch.device) -> "RowsByGroup":
         """Return a copy on a device."""
-        return RowsByGroup(*(values.to(device) for values in self))
+        return RowsByGroup(*(column.to(device) for column in (self.groups, self.counts, self.indices, self.order)))
 
     def sum_rows(self, points: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the sum of the rows of each group, times their weights. Not differentiable.
@@ -126,11 +128,8 @@ class RowsByGroup(NamedTuple):
         """
         if points.device.type != "cpu" and len(self.groups) <= NUM_LOG2_BINS:
             # A GPU would leave each of a few large bags to few of its threads.
-            membership = points.new_zeros(len(self.groups), len(points))
-            membership[self.indices, torch.arange(len(points), device=points.device)] = (
-                1 if weights is None else weights
-            )
-            return membership @ points
+            membership = self._membership.to(points.dtype)
+            return (membership if weights is None else membership * weights) @ points
         starts = self.counts.cumsum(0) - self.counts
         sorted_weights = None if weights is None else weights[self.order]
         # A weighted sum of rows of a matrix is a bag of embeddings in torch, which needs no copy of the rows.
@@ -138,16 +137,21 @@ class RowsByGroup(NamedTuple):
         return sums
 
     def sum_values(self, values: Tensor) -> Tensor:
-        """Return the sum of the values `(n,)` of the rows of each group, `(k,)` in the dtype of the values."""
-        return values.new_zeros(len(self.groups)).index_add_(0, self.indices, values)
+        """Return the sum of the values `(..., n)` of the rows of each group, `(..., k)` in the dtype of the values."""
+        sums = values.new_zeros(*values.shape[:-1], len(self.groups))
+        return sums.scatter_add_(-1, self.indices.expand_as(values), values)
+
+    @cached_property
+    def _membership(self) -> Tensor:
+        """Whether each row is in each group, 1 or 0, `(k, n)`."""
+        return (self.indices == torch.arange(len(self.groups), device=self.indices.device)[:, None]).float()
 
 
 class RowSums(Accumulator):
     """Accumulates a vector for each of many groups, with memory for those that occur.
 
-    Each group that occurs has a row in the sums, and the others have the row -1. There are rows for all groups if these
-    take little memory. Otherwise rows are added when they are needed, because a text has few types of a large
-    vocabulary. Unused rows are zero.
+    There are rows for all groups if these take little memory. Otherwise rows are added when they are needed, because a
+    text has few types of a large vocabulary, and the other groups have the row -1. Unused rows are zero.
 
     Args:
         groups: number of groups.
@@ -163,14 +167,16 @@ class RowSums(Accumulator):
     row_of_group: Tensor
 
     def __init__(self, groups: int, zero: Tensor) -> None:
-        is_small = groups * len(zero) * zero.element_size() <= _MAX_INITIAL_BYTES
+        self._has_all_rows = groups * len(zero) * zero.element_size() <= _MAX_INITIAL_BYTES
+        rows = torch.arange(groups) if self._has_all_rows else torch.full((groups,), -1)
         self.add_state("dim", len(zero), "equal")
-        self.add_state("totals", zero.new_zeros(groups if is_small else 0, len(zero)), "custom")
-        self.add_state("row_of_group", zero.new_full((groups,), -1, dtype=torch.int64), "custom")
+        self.add_state("totals", zero.new_zeros(groups if self._has_all_rows else 0, len(zero)), "custom")
+        self.add_state("row_of_group", rows.to(zero.device), "custom")
 
     def add(self, groups: Tensor, vectors: Tensor) -> None:
         """Add vectors `(n, d)` to the sums of their groups `(n,)`, int64."""
-        self._assign_rows(groups)
+        if not self._has_all_rows:
+            self._assign_rows(groups)
         self.totals.index_add_(0, self.row_of_group[groups], vectors.to(self.totals.dtype))
 
     def merge_custom(self, other: Self) -> None:
@@ -275,18 +281,19 @@ class GroupedPoints(Accumulator):
         return self
 
     @torch.no_grad()
-    def add_rows(self, rows: RowsByGroup, unit_totals: Tensor, norms: Tensor) -> None:
-        """Add points by the sums of their unit vectors, so that several accumulators can share what these sums need.
+    def add_rows(self, rows: RowsByGroup, unit_totals: Tensor, norm_totals: Tensor, num_nonzero: Tensor) -> None:
+        """Add points by sums over each group, so that several accumulators can share what these sums need.
 
         Args:
             rows: the points by group; the k groups are from 0 to the number of groups - 1, which is not checked.
-            unit_totals: sum of the unit vectors of each of these groups, `(k, d)`, in the dtype of the sums.
-            norms: norms of the points, `(n,)`, in the dtype of the sums.
+            unit_totals: sum of the unit vectors of each of these groups, `(k, d)`.
+            norm_totals: sum of the norms of each of these groups, `(k,)`, in the dtype of the sums.
+            num_nonzero: number of points other than zero of each of these groups, `(k,)`.
         """
         self._unit_totals.add(rows.groups, unit_totals)
-        self.norm_total.index_add_(0, rows.groups, rows.sum_values(norms))
+        self.norm_total.index_add_(0, rows.groups, norm_totals)
         self.count.index_add_(0, rows.groups, rows.counts)
-        self.nonzero.index_add_(0, rows.groups, rows.sum_values((norms != 0).long()))
+        self.nonzero.index_add_(0, rows.groups, num_nonzero.long())
 
     def regroup(self, groups: Tensor, number: int = NUM_LOG2_BINS) -> "GroupedPoints":
         """Return a new accumulator that merges all groups with the same number in `groups`.
@@ -314,18 +321,25 @@ class GroupedPoints(Accumulator):
         regrouped.nonzero.index_add_(0, groups, self.nonzero)
         return regrouped
 
+    def merge_others(self) -> "GroupedPoints":
+        """Return a new accumulator in which each group has the points of all other groups of this one."""
+        totals, occupied = self._unit_totals, self._unit_totals.find_occupied()
+        merged = GroupedPoints(self.groups, totals.dim, totals.totals.device)
+        is_other = 1 - torch.eye(self.groups, dtype=merged.norm_total.dtype, device=merged.norm_total.device)
+        unit_totals = is_other[:, occupied] @ totals.totals[totals.row_of_group[occupied]].to(is_other)
+        merged._unit_totals.add(torch.arange(self.groups, device=occupied.device), unit_totals)
+        merged.norm_total = is_other @ self.norm_total
+        merged.count, merged.nonzero = self.count.sum() - self.count, self.nonzero.sum() - self.nonzero
+        return merged
+
     def compute(self) -> list[GroupSummary]:
         """Return the summary of each group, in the order of the groups. Empty groups have a count of 0.
 
         Raises:
             NonFiniteError: if a point is not finite.
         """
-        average_norms = self.norm_total / self.count
-        columns = (self.count.tolist(), average_norms.tolist(), self.inter_sim().tolist())
-        return [
-            GroupSummary(count, average_norm, inter_sim)
-            for count, average_norm, inter_sim in zip(*columns, strict=True)
-        ]
+        columns = (self.count, self.norm_total / self.count, self.inter_sim())
+        return [GroupSummary(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
     def inter_sim(self) -> Tensor:
         """Return the average cosine over the pairs of each group, `(groups,)`; NaN with fewer than 2 nonzero points.

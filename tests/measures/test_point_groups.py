@@ -181,11 +181,22 @@ def test_rows_added_by_group_are_those_added_one_by_one():
     points, groups = cloud(), POSITIONS % 4
     points[5] = 0
     norms, by_rows, rows_by_group = points.norm(dim=1), GroupedPoints(5, 5), RowsByGroup.of(groups)
-    by_rows.add_rows(rows_by_group, rows_by_group.sum_rows(points, rows.inverse_or_zero(norms)), norms)
+    norm_totals, num_nonzero = rows_by_group.sum_values(torch.stack([norms, (norms != 0).to(norms)]))
+    unit_totals = rows_by_group.sum_rows(points, rows.inverse_or_zero(norms))
+    by_rows.add_rows(rows_by_group, unit_totals, norm_totals, num_nonzero)
     for summary, expected in zip(by_rows.compute(), GroupedPoints(5, 5).update(points, groups).compute(), strict=True):
         for value, expected_value in zip(vars(summary).values(), vars(expected).values(), strict=True):
             assert value == pytest.approx(expected_value, rel=1e-12, nan_ok=True)
     assert by_rows.nonzero.tolist() == [15, 14, 15, 15, 0]
+
+
+@pytest.mark.usefixtures("any_allocation")
+def test_each_group_can_have_the_points_of_all_others():
+    points, groups = cloud(), POSITIONS % 3
+    others = GroupedPoints(4, 5).update(points, groups).merge_others()
+    for group, summary in enumerate(others.compute()):
+        expected = GroupedPoints(1, 5).update(points[groups != group], groups[groups != group] * 0).compute()[0]
+        assert vars(summary) == pytest.approx(vars(expected), rel=1e-12)
 
 
 WITH_NAN = cloud()

@@ -69,17 +69,17 @@ MUTATIONS = [
     ),
     Mutation(
         "The token of a decoder that is measured within classes is the first one.",
-        "istar/finetune/training/layer_geometry.py",
-        "last_token_positions if is_decoder(model.config) else first_token_positions",
-        "first_token_positions",
+        "istar/finetune/training/final_geometry.py",
+        "if is_decoder(config):",
+        "if False:",
         "tests/finetune/training/test_class_isotropy.py",
     ),
     Mutation(
         "Padding counts in the penalty, whatever the settings.",
         "istar/regularizers/base.py",
-        "tokens = Tokens() if self.include_padding else tokens",
-        "tokens = Tokens()",
-        "tests/regularizers/test_cosreg.py::test_padding_changes_nothing_bit_for_bit_and_gets_no_gradient",
+        "Tokens(None if self.include_padding else attention_mask, labels=labels)",
+        "Tokens(None, labels=labels)",
+        "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
     ),
     Mutation(
         "The attention mask of a training pass does not reach the penalty.",
@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "Sigma_S is computed from all tokens, whatever the points of the penalty.",
         "istar/hidden_states/shrinkage.py",
-        "lambda: True, modules, points, penalty.needs_labels",
-        "lambda: True, modules, needs_labels=penalty.needs_labels",
+        "        points,\n        penalty.needs_labels,\n",
+        "        type(points)(),\n        penalty.needs_labels,\n",
         "tests/regularizers/test_tokens_chosen.py::test_sigma_s_is_computed_from_the_same_points",
     ),
     Mutation(
@@ -238,15 +238,22 @@ MUTATIONS = [
     Mutation(
         "The gradient of the scatter matrix is taken about 0, not about the mean.",
         "istar/measures/moments.py",
-        "factors = points if ctx.is_rounded else _select_rows(points, indices) - mean.to(dtype)",
-        "factors = points if ctx.is_rounded else _select_rows(points, indices)",
+        "(_stack_rows(saved, indices) - means.to(dtype)[:, None])",
+        "_stack_rows(saved, indices)",
         "tests/measures/test_moments.py::test_first_and_second_derivatives_are_those_of_finite_differences",
+    ),
+    Mutation(
+        "A layer is stacked with layers of which other rows count.",
+        "istar/measures/moments.py",
+        "return is_alike and indices is block_indices and has_space",
+        "return is_alike and has_space",
+        "tests/measures/test_moments.py::test_stacked_layers_have_the_union_and_the_gradients_of_single_ones",
     ),
     Mutation(
         "The gradient of the mean is left out, which matters to the union of several layers.",
         "istar/measures/moments.py",
-        "grad_mean = grad_mean.to(dtype)",
-        "grad_mean = 0 * grad_mean.to(dtype)",
+        "gradient.add_(grad_means.to(dtype)[:, None], alpha=ctx.share)",
+        "gradient",
         "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
     ),
     Mutation(
@@ -423,8 +430,8 @@ MUTATIONS = [
     Mutation(
         "The states of special tokens are in the statistics.",
         "istar/geometry/collect/layer_outputs.py",
-        "padding_value=True)\n",
-        "padding_value=True) & False\n",
+        "is_included.masked_scatter(is_included, is_text)",
+        "is_included",
         "tests/geometry/test_stream.py::test_every_figure_of_every_tap",
     ),
     Mutation(
@@ -472,8 +479,8 @@ MUTATIONS = [
     Mutation(
         "Points that belong to no sentence are left out of the moments of a layer.",
         "istar/geometry/collect/grouped_moments.py",
-        "parts += [self._num_groups + group for group in parts]",
-        "parts += []",
+        "sums.unflatten(0, (-1, self._num_groups))[:, ",
+        "sums.unflatten(0, (-1, self._num_groups))[:1, ",
         "tests/geometry/test_layers.py",
     ),
     Mutation(
@@ -816,8 +823,8 @@ MUTATIONS = [
     Mutation(
         "Random sign flips may give a p-value of 0.",
         "istar/statistics/paired.py",
-        "(num_extreme + 1) / (resamples + 1)",
-        "num_extreme / resamples",
+        "(num_extreme + 1) / (RESAMPLES + 1)",
+        "num_extreme / RESAMPLES",
         "tests/statistics/test_paired.py",
     ),
     Mutation(
@@ -950,8 +957,8 @@ MUTATIONS = [
     Mutation(
         "Methods with more trials than Base are compared with it.",
         "istar/reports/method_comparisons.py",
-        "return self.trial_limits == other.trial_limits",
-        "return bool(self.trial_limits) and bool(other.trial_limits)",
+        "method.trial_limits == reference.trial_limits",
+        "bool(method.trial_limits) and bool(reference.trial_limits)",
         "tests/reports/test_method_comparisons.py",
     ),
     Mutation(

@@ -1,15 +1,15 @@
 """Sums of hidden states about an origin: over all points of a batch, and the moments of each group of documents."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from istar.geometry.collect.token_batch import Sentences, TokenBatch
 from istar.measures import Accumulator, FourthMoments, SentenceMoments
-from istar.measures.numerics import block_length, zero_vector
+from istar.measures.numerics import block_length, block_size, zero_vector
 from istar.measures.sentences import SentenceSums
 
 MAX_RECENT_POINTS = 2_048
@@ -18,6 +18,8 @@ MAX_PRODUCT_POINTS = 4_096
 """Maximum number of points in one product for a scatter matrix, in their dtype."""
 PANEL_WIDTH = 128
 """Number of columns of a panel of a scatter matrix on a CPU; see `UpperPanels`."""
+
+T = TypeVar("T", int, Tensor)
 
 
 class UpperPanels:
@@ -111,22 +113,19 @@ class GroupedMoments(Accumulator):
         The differences and their squared norms, `(n,)`, are in the order of the rows of the batch. The batch has the
         groups of this accumulator, or this one has a single group.
         """
-        part_by_batch_part = {part: self._find_part(part, batch.num_groups) for part in batch.part_slices}
-        parts = torch.tensor(list(part_by_batch_part.values()), device=centered.device)
-        weights = torch.stack([torch.ones_like(squared_norms), squared_norms])
-        weighted_sums = [weights[:, rows] @ centered[rows] for rows in batch.part_slices.values()]
-        totals, thirds = torch.stack(weighted_sums, dim=1)
+        parts = self._find_part(batch.parts.groups, batch.num_groups)
         for sums, batch_sums in (
             (self.counts, batch.parts.counts),
-            (self.totals, totals),
-            (self.thirds, thirds),
+            (self.totals, batch.parts.sum_rows(centered)),
+            (self.thirds, batch.parts.sum_rows(centered, squared_norms)),
             # Fourth powers can leave the range of float32.
             (self.fourths, batch.parts.sum_values(squared_norms.to(self.fourths).square())),
         ):
             sums.index_add_(0, parts, batch_sums.to(sums))
         for batch_part, rows in batch.part_slices.items():
             for points in centered[rows].split(MAX_PRODUCT_POINTS):
-                self._add_scatter(part_by_batch_part[batch_part], points)
+                self._add_scatter(self._find_part(batch_part, batch.num_groups), points)
+        self.epsilon = self.epsilon.clamp(min=torch.finfo(centered.dtype).eps)
         if self.has_sentences and batch.sentences is not None:
             self._add_sentences(centered, squared_norms, batch.sentences)
 
@@ -134,12 +133,17 @@ class GroupedMoments(Accumulator):
         """Return the moments of all points."""
         return FourthMoments.about_mean(self.origin, self._sum_groups(range(self._num_groups)), self.epsilon)
 
-    def compute_moments_without_each_group(self) -> Iterator[FourthMoments]:
-        """Yield, for each group, the moments of the points of all other groups."""
+    def sum_without_each_group(self) -> Iterator[list[Tensor]]:
+        """Yield sums over the points of all groups but one, for each group that is left out, in blocks of groups.
+
+        They are the sums that `FourthMoments.about_mean` takes, with a first dimension for the groups of the block.
+        """
         total = self._sum_groups(range(self._num_groups))
-        for group in range(self._num_groups):
-            differences = [sums - group_sums for sums, group_sums in zip(total, self._sum_groups([group]), strict=True)]
-            yield FourthMoments.about_mean(self.origin, differences, self.epsilon)
+        block_length = max(1, block_size(self.origin.device) // (2 * len(self.origin) ** 2))
+        for block in torch.arange(self._num_groups).split(block_length):
+            sums_by_group = [self._sum_groups(range(group, group + 1)) for group in block.tolist()]
+            columns = zip(total, zip(*sums_by_group, strict=True), strict=True)
+            yield [sums - torch.stack(group_sums) for sums, group_sums in columns]
 
     def compute_sentence_moments(self) -> SentenceMoments:
         """Return the moments of all sentences; only with `has_sentences`."""
@@ -162,11 +166,10 @@ class GroupedMoments(Accumulator):
         self.finish_sums()
         return [int(moments.sentences) for moments in self.sentence_moments.values()]
 
-    def _find_part(self, batch_part: int, num_batch_groups: int) -> int:
-        """Return this accumulator's part for a part of a batch with `num_batch_groups` groups."""
-        is_without_sentence, batch_group = divmod(batch_part, num_batch_groups)
-        group = 0 if self._num_groups == 1 else batch_group
-        return group + self._num_groups * is_without_sentence if self.has_sentences else group
+    def _find_part(self, batch_part: T, num_batch_groups: int) -> T:
+        """Return this accumulator's part for a part, or each of several parts, of a batch with `num_batch_groups`."""
+        group = batch_part % num_batch_groups % self._num_groups
+        return group + batch_part // num_batch_groups * self._num_groups if self.has_sentences else group
 
     def _add_scatter(self, part: int, centered: Tensor) -> None:
         """Add the scatter matrix of differences `(n, d)` from the origin to a part's recent scatter matrix."""
@@ -176,7 +179,6 @@ class GroupedMoments(Accumulator):
             recent_scatter = centered.new_zeros(self._panels.size)
             self._recent_scatters[part], self._recent_counts[part] = recent_scatter, 0
         self._panels.add_scatter(recent_scatter, centered)
-        self.epsilon = self.epsilon.clamp(min=torch.finfo(centered.dtype).eps)
         self._recent_counts[part] += len(centered)
         if self._recent_counts[part] >= MAX_RECENT_POINTS:
             self._add_recent_scatter(part)
@@ -235,21 +237,19 @@ class GroupedMoments(Accumulator):
             self.sentence_moments[group].add(SentenceSums(counts, totals, scattered, squares, traces, scatter=None))
             self._recent_sentences[group] = []
 
-    def _sum_groups(self, groups: Sequence[int]) -> list[Tensor]:
+    def _sum_groups(self, groups: range) -> list[Tensor]:
         """Return the sums about the origin over the points of some groups, as `FourthMoments.about_mean` takes them."""
         self.finish_sums()
-        parts = [*groups]
-        if self.has_sentences:
-            parts += [self._num_groups + group for group in parts]
         packed = self.origin.new_zeros(self._panels.size)
-        for part in parts:
-            if part in self.scatters:
-                packed += self.scatters[part]
+        for part, part_scatter in self.scatters.items():
+            if part % self._num_groups in groups:
+                packed += part_scatter
         scatter = self._panels.unpack(packed)
         for group in groups if self.has_sentences else ():
             scatter += self.sentence_moments[group].scatter
         count, total, third, fourth = (
-            sums[parts].sum(0) for sums in (self.counts, self.totals, self.thirds, self.fourths)
+            sums.unflatten(0, (-1, self._num_groups))[:, groups.start : groups.stop].sum((0, 1))
+            for sums in (self.counts, self.totals, self.thirds, self.fourths)
         )
         return [count, total, scatter, third, fourth]
 
@@ -282,7 +282,8 @@ def sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> PointSum
         y2 = y.square()
         torch.sum(y2, 1, out=squared_norms)
         # A product with ones takes less time than a sum over the rows.
-        ones, w2 = torch.ones_like(w), w.square()
-        powers += torch.stack([ones @ y, ones @ y2, ones @ (y2 * y), ones @ y2.square()])
-        weighted += torch.stack([w @ y, w2 @ y, w2 @ y2])
+        factors = torch.stack([torch.ones_like(w), w.square(), w])
+        ones, (y_sums, y2_sums) = factors[0], (factors @ y, factors[:2] @ y2)
+        powers += torch.stack([y_sums[0], y2_sums[0], ones @ (y2 * y), ones @ y2.square()])
+        weighted += torch.stack([y_sums[2], y_sums[1], y2_sums[1]])
     return PointSums(centered, squared_distances, powers, weighted)

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from istar.geometry.collect.measures_file import EMBEDDINGS, FINAL_NORM
 from istar.hidden_states.model_layers import find_final_norm, find_layers, make_trial_ids, run_trial
@@ -111,8 +111,8 @@ class BlockReader:
         inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
         is_included = inputs["attention_mask"].bool()
         if not self._has_special_tokens:
-            is_special = [torch.tensor(block.is_special) for block in blocks]
-            is_included &= ~pad_sequence(is_special, batch_first=True, padding_value=True)
+            is_text = ~torch.tensor(list(chain.from_iterable(block.is_special for block in blocks)))
+            is_included = is_included.masked_scatter(is_included, is_text)
         return inputs, is_included
 
     def compute_states(

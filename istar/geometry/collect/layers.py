@@ -1,7 +1,7 @@
 """Accumulators for all streaming measures of one layer, and standard errors from groups of documents."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,7 @@ from istar.measures import (
     GroupedPoints,
     MassiveActivations,
     MassiveActivationsSummary,
+    Moments,
     Norms,
     PowerLaw,
     SentenceMoments,
@@ -38,8 +39,10 @@ from istar.measures import (
     top_share,
 )
 from istar.measures.activations import row_kurtosis
-from istar.measures.numerics import accumulation_dtype, full_precision, inverse_or_zero, row_norms
+from istar.measures.isoscores import unchecked_isoscore_unbiased
+from istar.measures.numerics import accumulation_dtype, full_precision, inverse_or_zero, is_rounding, row_norms
 from istar.measures.point_groups import NUM_LOG2_BINS
+from istar.measures.spectrum import significant_roots
 
 MeasureSet = Literal["basic", "all"]
 """Which measures to compute: `basic` leaves out the slowest, see `LayerSettings`."""
@@ -126,17 +129,22 @@ class Layer(Accumulator):
         sums = sum_over_points(points, self._origin, inverse_norms)
         can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
         if can_be_wider:
-            deviations = (sums.powers[1] / len(points)).sqrt()
-            if not _is_in_float32_range(norms, deviations):
+            deviations, (low, high) = (sums.powers[1] / len(points)).sqrt(), _FLOAT32_RANGE
+            nonzero_norms = torch.where(norms == 0, 1, norms)
+            extremes = torch.stack([*nonzero_norms.aminmax(), *deviations.aminmax()]).tolist()
+            smallest_norm, largest_norm, smallest_deviation, largest_deviation = extremes
+            # The comparisons are false for NaN.
+            if not (low < smallest_norm and largest_norm < high and largest_deviation < high):
                 return False
-            small = (deviations < _FLOAT32_RANGE[0]).nonzero().squeeze(1)
-            if len(small):  # as in layers of pretrained models with normalization gains of nearly 0
+            if smallest_deviation < low:  # as in layers of pretrained models with normalization gains of nearly 0
+                small = (deviations < low).nonzero().squeeze(1)
                 sums.powers[:, small] = _sum_powers(points[:, small].to(self._origin) - self._origin[small])
         self.power_sums = self.power_sums + sums.powers
         self._moments.update(sums.centered, sums.squared_distances, batch)
         wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
         self.norms.add_norms(wide_norms, sums.powers[0] + len(points) * self._origin)
         self._add_cosines(wide_inverse_norms, sums.weighted)
+        values = torch.stack([wide_norms, wide_inverse_norms, (norms != 0).to(wide_norms)])
         for grouped_points, rows in (
             (self._groups, batch.groups),
             (self.positions, batch.position_bins),
@@ -145,8 +153,9 @@ class Layer(Accumulator):
             if grouped_points is not None:
                 # By w x = w (x - o) + w o, for unit vectors w x and the origin o.
                 weighted = rows.sum_rows(sums.centered, inverse_norms).to(self._origin)
-                unit_totals = torch.addr(weighted, rows.sum_values(wide_inverse_norms), self._origin)
-                grouped_points.add_rows(rows, unit_totals, wide_norms)
+                norm_totals, weight_totals, num_nonzero = rows.sum_values(values)
+                unit_totals = torch.addr(weighted, weight_totals, self._origin)
+                grouped_points.add_rows(rows, unit_totals, norm_totals, num_nonzero)
         if self._kurtosis is not None:
             self._kurtosis.add_kurtoses(*row_kurtosis(points))
         return True
@@ -172,13 +181,14 @@ class Layer(Accumulator):
 
     @property
     def dimensions(self) -> DimensionMoments:
-        """Moments of each dimension, computed at each access."""
-        return DimensionMoments.about_mean(self._origin, self._moments.counts.sum(), self.power_sums)
+        """Moments of each dimension, computed at each access, on the CPU."""
+        count = self._moments.counts.sum().cpu()
+        return DimensionMoments.about_mean(self._origin.cpu(), count, self.power_sums.cpu())
 
     def compute_spectra(self) -> dict[str, Tensor]:
-        """Compute the singular values of the hidden states, `raw` and `centered`, `(d,)` each, descending."""
+        """Compute the singular values of the hidden states, `raw` and `centered`, `(d,)`, descending, on the CPU."""
         moments = self.moments
-        return {form: singular_values(moments, centered=form == "centered") for form in ("raw", "centered")}
+        return {form: singular_values(moments, centered=form == "centered").cpu() for form in ("raw", "centered")}
 
     def compute_measures(
         self, spectra: Mapping[str, Tensor] | None = None, replicates: Mapping[str, list[float]] | None = None
@@ -198,7 +208,7 @@ class Layer(Accumulator):
         norms = self.norms.compute()
         measures: dict[str, float | Tensor] = {
             "tokens": float(moments.count),
-            **_compute_covariance_measures(moments, spectra["centered"]),
+            **_compute_covariance_measures(isoscore_unbiased(moments), spectra["centered"]),  # checks the moments
             "inter_sim": self.cosine.compute(),
             "mean_direction_norm": self.cosine.mean_direction_norm(),
             "average_norm": norms.average,
@@ -256,7 +266,7 @@ class Layer(Accumulator):
             *(COVARIANCE_MEASURES_WITH_ERROR if self.settings.scatter_by_group else ()),
         ]
         try:
-            estimates = list(self._compute_without_each_group()) if (self._groups.count > 0).all() else []
+            estimates = self._compute_without_each_group() if (self._groups.count > 0).all() else []
         except UserError:  # a measure is not defined without one of the groups
             estimates = []
         replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
@@ -269,26 +279,46 @@ class Layer(Accumulator):
             replicates[SCORE_BY_SENTENCE] = scores if is_defined else []
         return replicates
 
-    def _compute_without_each_group(self) -> Iterator[dict[str, float]]:
-        """Yield, for each group, the measures that have a standard error, computed from all other groups."""
+    def _compute_without_each_group(self) -> list[dict[str, float]]:
+        """Compute, for each group, the measures that have a standard error from the points of all other groups."""
         assert self._groups is not None
-        group_indices = torch.arange(self._groups.groups)
-        moments_without_each: Iterable[FourthMoments | None] = [None] * len(group_indices)
+        estimates: list[dict[str, float]] = [
+            {"tokens": float(others.count), "inter_sim": others.inter_sim, "average_norm": others.average_norm}
+            for others in self._groups.merge_others().compute()
+        ]
         if self.settings.scatter_by_group:
-            moments_without_each = self._moments.compute_moments_without_each_group()
-        for left_out_index, moments in zip(group_indices, moments_without_each, strict=True):
-            # All other groups become group 0, and the left-out group becomes group 1.
-            other_points = self._groups.regroup((group_indices == left_out_index).long(), 2).compute()[0]
-            measures: dict[str, float | Tensor] = {
-                "tokens": other_points.count,
-                "inter_sim": other_points.inter_sim,
-                "average_norm": other_points.average_norm,
-            }
-            if moments is not None:
-                mean_vector = torch.linalg.vector_norm(moments.mean)
-                measures |= _compute_covariance_measures(moments, singular_values(moments))
-                measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / other_points.average_norm}
-            yield {name: float(value) for name, value in measures.items()}
+            for measures, (mean_vector, score, spectrum) in zip(estimates, self._summarize_others(), strict=True):
+                measures |= _compute_covariance_measures(score, spectrum)
+                measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / measures["average_norm"]}
+        return estimates
+
+    def _summarize_others(self) -> Iterator[tuple[float, float, Tensor]]:
+        """Yield, for each group, the norm of the mean, the unbiased IsoScore and the spectrum of all other points.
+
+        The spectrum is that of `compute_spectra`, centered. Raises a `UserError` if a score is not defined.
+        """
+
+        def summarize(*sums: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+            moments = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
+            variance, squared_mean = moments.scatter.trace() / (moments.count - 1), moments.mean.square().sum()
+            is_undefined = is_rounding(variance, squared_mean, moments.epsilon)
+            score = torch.where(is_undefined, torch.nan, unchecked_isoscore_unbiased(moments))
+            return moments.state_dict(), squared_mean.sqrt(), score
+
+        for sums in self._moments.sum_without_each_group():
+            states, *columns = torch.vmap(summarize)(*sums)
+            mean_vectors, scores = torch.stack(columns).tolist()
+            if not all(map(math.isfinite, scores)):
+                raise UserError("the unbiased IsoScore is not defined without one of the groups")
+            eigenvalues = torch.linalg.eigvalsh(states["scatter"]).flip(1)
+            spectra = []
+            for group, group_eigenvalues in enumerate(eigenvalues):
+                moments = Moments(len(self._origin))
+                moments.count, moments.mean, moments.scatter, moments.epsilon = (
+                    states[name][group] for name in ("count", "mean", "scatter", "epsilon")
+                )
+                spectra.append(significant_roots(moments.scatter, moments, group_eigenvalues))
+            yield from zip(mean_vectors, scores, torch.stack(spectra).cpu(), strict=True)
 
 
 def _sum_powers(differences: Tensor) -> Tensor:
@@ -296,31 +326,22 @@ def _sum_powers(differences: Tensor) -> Tensor:
     return torch.stack([differences.pow(power).sum(0) for power in range(1, 5)])
 
 
-def _is_in_float32_range(norms: Tensor, deviations: Tensor) -> bool:
-    """Return whether float32 represents the fourth powers of points, except in dimensions with very small deviations.
-
-    `norms` `(n,)` may be 0. `deviations` `(d,)` are the root mean squared differences from the origin.
-    """
-    low, high = _FLOAT32_RANGE
-    return bool(((norms > low) & (norms < high) | (norms == 0)).all()) and bool((deviations < high).all())
-
-
 def _compute_jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:
     """Return jackknife standard errors as `<name>_error` from `Layer.compute_replicates`; NaN without replicates."""
     return {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "tokens"}
 
 
-def _compute_covariance_measures(moments: FourthMoments, centered_spectrum: Tensor) -> dict[str, Tensor | float]:
-    """Compute the measures of the covariance of points from their moments and their centered singular values `(d,)`."""
-    unbiased = isoscore_unbiased(moments)  # checks the moments
-    ratio = participation_ratio(centered_spectrum.square())
+def _compute_covariance_measures(unbiased_score: float | Tensor, centered_spectrum: Tensor) -> dict[str, float]:
+    """Compute the measures of the covariance of points from their score and their centered singular values `(d,)`."""
+    variances = centered_spectrum.square()
+    ratio = float(participation_ratio(variances))
     return {
-        "isoscore": (ratio - 1) / (moments.dim - 1),
-        "isoscore_unbiased": unbiased,
-        "effective_rank": effective_rank(centered_spectrum),
+        "isoscore": (ratio - 1) / (len(variances) - 1),
+        "isoscore_unbiased": float(unbiased_score),
+        "effective_rank": float(effective_rank(centered_spectrum)),
         "participation_ratio": ratio,
-        "nesum": nesum(centered_spectrum.square()),
-        "alpha_req": _fit_power_law(centered_spectrum.square()).alpha,
+        "nesum": float(nesum(variances)),
+        "alpha_req": _fit_power_law(variances).alpha,
     }
 
 

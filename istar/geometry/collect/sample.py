@@ -78,21 +78,22 @@ class Sample(Accumulator):
         if not self.size:
             return
         # torch's generator uses 32 bits of its seed, too few for the seed and the key of a block.
-        generators = [np.random.Generator(np.random.Philox(key=[self.seed, key])) for key in block_keys]
-        draws = [generator.random(length) for generator, length in zip(generators, lengths, strict=True)]
+        bit_generator = np.random.Philox(key=[self.seed, 0])
+        generator, state, draws = np.random.Generator(bit_generator), bit_generator.state, []
+        for key, length in zip(block_keys, lengths, strict=True):
+            # A new generator for each block would take several times as long as its first state with another key.
+            state["state"]["key"][1], bit_generator.state = key, state
+            draws.append(generator.random(length))
         random_numbers = torch.from_numpy(np.concatenate(draws))
         upper_bound = self.random_numbers[-1] if len(self.random_numbers) == self.size else torch.inf
         candidates = (random_numbers < upper_bound).nonzero().squeeze(1)
-        if len(candidates):
-            # Copy from the device only what the batch alone would keep.
-            candidates = candidates[_find_first_of_each_type(random_numbers[candidates], tokens[candidates], self.size)]
-            candidate_rows = candidates if rows is None else rows[candidates]
-            points = {tap: tap_states[candidate_rows.to(tap_states.device)].cpu() for tap, tap_states in states.items()}
-            self._add(random_numbers[candidates], tokens[candidates], points)
+        self._add(
+            random_numbers[candidates], tokens[candidates], states, candidates if rows is None else rows[candidates]
+        )
 
     def merge_custom(self, other: Self) -> None:
         """Add the tokens of another sample."""
-        self._add(other.random_numbers, other.types, {tap: states[other.rows] for tap, states in other.states.items()})
+        self._add(other.random_numbers, other.types, other.states, other.rows)
 
     def estimate_two_nn(self, tap: str) -> Dimension:
         """Estimate the intrinsic dimension at a tap and its standard error; NaN if too few points are distinct."""
@@ -126,7 +127,8 @@ class Sample(Accumulator):
         except UserError:
             return []
 
-    def _add(self, random_numbers: Tensor, types: Tensor, points: Mapping[str, Tensor]) -> None:
+    def _add(self, random_numbers: Tensor, types: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> None:
+        """Add tokens by their random numbers, types and rows in the states, and copy the states of those it keeps."""
         if not len(types):
             return
         num_previous, no_rows = len(self.types), torch.full_like(types, -1)
@@ -138,11 +140,11 @@ class Sample(Accumulator):
         is_free = torch.ones(self.size, dtype=torch.bool).index_fill_(0, self.rows[~is_new], False)
         new_rows = is_free.nonzero().squeeze(1)[: int(is_new.sum())]
         self.rows[is_new] = new_rows
-        new_indices = kept_indices[is_new] - num_previous
-        for tap, tap_points in points.items():
+        state_rows = rows[kept_indices[is_new] - num_previous]
+        for tap, tap_states in states.items():
             if not len(self.states[tap]):
-                self.states[tap] = tap_points.new_empty(self.size, tap_points.shape[1])
-            self.states[tap][new_rows] = tap_points[new_indices]
+                self.states[tap] = tap_states.new_empty(self.size, tap_states.shape[1], device="cpu")
+            self.states[tap][new_rows] = tap_states[state_rows.to(tap_states.device)].cpu()
 
 
 def _find_first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -> Tensor:

@@ -38,7 +38,7 @@ UPDATE_BYTES = 2**28
 """Maximum memory of their hidden states in float32, over all taps, unless a batch has more."""
 ORIGIN_BLOCKS = 4
 """Number of blocks at the beginning of each source to average for the origin of a layer's sums."""
-_STATE_FORMAT = 7
+_STATE_FORMAT = 8
 """Version of the layout of a state file. Files of other versions are ignored."""
 
 T = TypeVar("T")

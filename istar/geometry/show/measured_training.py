@@ -157,7 +157,8 @@ def _read_table(argument: ModelArgument) -> pd.DataFrame:
         )
     text_columns = [name for name in trajectory_file.KEY_COLUMNS if name != "step"]
     try:
-        dtypes = defaultdict(lambda: float, dict.fromkeys(text_columns, str))
+        dtypes = defaultdict[str, type](lambda: float)
+        dtypes.update(dict.fromkeys(text_columns, str))
         rows = pd.read_csv(path, dtype=dtypes, keep_default_na=False, na_values=[""])
         rows[text_columns] = rows[text_columns].map(unescape_cell)
         without_step = rows.loc[rows["step"].isna(), "revision"]
