@@ -30,11 +30,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compute the correlations, write them and a figure of the scores to the output folder, and print them."""
+    from istar.drawing import page_folder
     from istar.geometry.correlation import correlate, correlation_tables
 
-    correlation_tables.make_output(options.out).check(
-        correlation_tables.OUTPUT_FILES, (options.geometry, options.scores)
-    )
+    page_folder.check(options.out, correlation_tables.CORRELATION_KIND, (options.geometry, options.scores))
     selection = correlate.Selection(options.measure, options.task, options.omit, options.model)
     results = correlate.correlate(options.geometry, options.scores, selection)
     table = correlation_tables.make_paper_table(results, has_selection=bool(options.measure))

@@ -88,12 +88,13 @@ def measure_models(
     rank: int = 0,
 ) -> "Iterator[tuple[ModelArgument, Measurements, Path]]":
     """Measure each model into its folder; on rank 0, yield it with its measurements and the path of its page."""
+    from istar.drawing import page_folder
     from istar.geometry.collect import measure, stream
     from istar.geometry.show import compare_page
 
     texts = [source.path for source in sources]
     for model, folder in folders.items():
-        compare_page.check_model_folder(folder, model.model_name, texts)
+        page_folder.check(folder, compare_page.MODEL_KIND, (model.model_name, *texts))
     stream.wait_for_all_processes()  # a process that still checks the folder would remove another one's files
     console = make_console(stderr=True) if rank == 0 else None
     hardware = options.dtype, options.device

@@ -18,7 +18,7 @@ import transformers as hf
 
 import istar
 from istar.cli.main import main
-from istar.drawing import rendering
+from istar.drawing import page_folder, rendering
 from istar.errors import UserError
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file
@@ -244,14 +244,14 @@ def test_a_folder_of_another_page_or_model_is_refused(pages: dict[str, Path], tm
     out = shutil.copytree(pages["model"], tmp_path / "out")
     (out / ".pass.0.0-1").write_bytes(b"state")
     (out / "thesis.tex").write_text("mine")
-    compare_page.check_model_folder(out, "model")
+    page_folder.check(out, compare_page.MODEL_KIND)
     contents_before = contents(out)
     other = make_measurements(model={**make_measurements().model, "name": "other"}, identity="4567")
     with pytest.raises(UserError, match="holds the measures of model, not of other; expected another folder"):
         compare_page.write_model(other, out)
     (out / "figures" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds figures/notes\.txt, which is no part of a page of measures"):
-        compare_page.check_model_folder(out, "model")
+        page_folder.check(out, compare_page.MODEL_KIND)
     (out / "figures" / "notes.txt").unlink()
     assert contents(out) == contents_before
 

@@ -15,11 +15,10 @@ import pandas as pd
 from rich.table import Table
 
 from istar.drawing import page_folder
-from istar.drawing.page_folder import FIGURES, INDEX, TABLES, Page, PageKind, Section
+from istar.drawing.page_folder import FIGURES, Page, PageKind, Section
 from istar.drawing.page_tables import EMPTY_CELL, Entry, Sheet, numeric_entries
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced
-from istar.files.outputs import Output
 from istar.files.writing import to_csv
 from istar.geometry.collect.measures_file import FINAL_NORM, NORMAL_QUANTILE
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
@@ -27,19 +26,12 @@ from istar.measures.catalogue import MEASURES
 from istar.records.metric_names import COMBINED
 
 CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
-OUTPUT_FILES = (INDEX, *CORRELATION_KIND.extra_files, TABLES, FIGURES)
-"""All files and folders that `istar correlate` may write."""
 _MAX_FIGURES = 6
 """Most figures of a measure against the scores."""
 _LAYER_MEASURES = ("isoscore", "inter_sim", "intra_sim")
 """Measures of the last layer in the table, if the user has selected no measures."""
 _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_both")
 """Measures of output embeddings that the table compares with the paper's I(W)."""
-
-
-def make_output(out: Path) -> Output:
-    """Return the output folder of `istar correlate`."""
-    return page_folder.page_output(out, CORRELATION_KIND)
 
 
 def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -> list[Path]:

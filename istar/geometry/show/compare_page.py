@@ -81,14 +81,6 @@ class PageContent:
         return evenly_spaced(self.models) if self.axis.ordered else self.models
 
 
-def check_model_folder(out: Path, name: str, texts: Sequence[Path] = ()) -> None:
-    """Refuse an output folder with another page, before a model is measured.
-
-    Raises a `UserError` as `istar.drawing.page_folder.check` does.
-    """
-    page_folder.check(out, MODEL_KIND, (name, *texts))
-
-
 def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
