@@ -105,11 +105,11 @@ class HiddenStatePenalty(AttachedPenalty):
             penalty.layers,
             penalty.summarize,
             self._is_active,
-            modules,
-            points,
-            penalty.needs_labels,
-            penalty.include_padding,
-            self._draw_sample,
+            modules=modules,
+            points=points,
+            needs_labels=penalty.needs_labels,
+            include_padding=penalty.include_padding,
+            draw_sample=self._draw_sample,
         )
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
-from istar.measures.numerics import block_size
+from istar.measures.moments import layers_per_block
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
 Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
@@ -33,8 +33,9 @@ Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
 class _Pass:
     """A forward pass that is being read.
 
-    `states` are the hidden states that are not summarized yet, with their layer numbers. They are summarized when they
-    are enough for a block of `istar.measures.numerics.block_size`, or all at the end of the pass if `is_deferred`.
+    `states` and `deferred_states` are the hidden states that are not summarized yet, with their layer numbers. The
+    former are summarized when they fill a block, see `layers_per_block`, the latter at the end of the pass. With
+    `is_deferred`, all states are.
     """
 
     tokens: Tokens
@@ -44,6 +45,7 @@ class _Pass:
     called_layers: list[int] = field(default_factory=list)
     summaries: list[Any] = field(default_factory=list)
     states: list[tuple[int, Tensor]] = field(default_factory=list)
+    deferred_states: list[tuple[int, Tensor]] = field(default_factory=list)
     # Numbers of the layers that ran without gradients, as inside a reentrant checkpoint.
     layers_without_gradients: set[int] = field(default_factory=set)
 
@@ -107,6 +109,7 @@ class HiddenStateReader:
         layers: Layers,
         summarize: Summarize,
         is_active: Callable[[], bool],
+        *,
         modules: Sequence[nn.Module] | None = None,
         points: Points = ALL_POINTS,
         needs_labels: bool = False,
@@ -238,28 +241,29 @@ class HiddenStateReader:
         if current is None:
             return
         layer_number = len(current.called_layers) + 1 if self._layers.is_shared else module_index + 1
+        states: list[tuple[int, Tensor]] = []
         # The input of the first layer is hidden state 0, the embedding output.
         if not current.called_layers and 0 in self._selected:
-            current.states.append((0, args[0] if args else kwargs["hidden_states"]))
+            states.append((0, args[0] if args else kwargs["hidden_states"]))
         # Hidden state L is the output of the final norm, if any; `_end_pass` reads it.
         if layer_number in self._selected and not (
             self._layers.ends_with_norm and layer_number == self._layers.num_layers
         ):
-            current.states.append((layer_number, output[0] if isinstance(output, tuple) else output))
+            states.append((layer_number, output[0] if isinstance(output, tuple) else output))
         current.called_layers.append(layer_number)
         is_without_gradients = current.has_gradients and not torch.is_grad_enabled()
         if is_without_gradients:
             current.layers_without_gradients.add(layer_number)
         # torch.compile traces this hook with the model. The summary, which it cannot trace, would split the graph.
-        if torch.compiler.is_compiling():
-            return
+        is_deferred = torch.compiler.is_compiling() or current.is_deferred or is_without_gradients
         # A summary inside a checkpoint would have no gradient, or be recomputed.
-        if is_without_gradients or (current.has_gradients and _are_saved_tensors_hooked()):
-            current.is_deferred = True
-        if not current.is_deferred and current.states:
-            _, latest_state = current.states[-1]
-            current.tokens.prepare(latest_state)
-            if (len(current.states) + 1) * latest_state.numel() > block_size(latest_state.device):
+        if is_deferred or (current.has_gradients and _are_saved_tensors_hooked()):
+            current.deferred_states.extend(states)
+            return
+        for layer, state in states:
+            current.states.append((layer, state))
+            current.tokens.prepare(state)
+            if len(current.states) >= layers_per_block(state):
                 self._summarize_states(current)
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -267,6 +271,7 @@ class HiddenStateReader:
         # The output is None if the pass failed.
         if current is None or output is None:
             return
+        current.states += current.deferred_states
         if self._layers.modules:
             self._check_all_layers_called(current)
         else:

@@ -118,10 +118,10 @@ def hidden_state_moments(
         penalty.layers,
         penalty.summarize,
         lambda: True,
-        modules,
-        points,
-        penalty.needs_labels,
-        penalty.include_padding,
+        modules=modules,
+        points=points,
+        needs_labels=penalty.needs_labels,
+        include_padding=penalty.include_padding,
     )
     device = next(model.parameters()).device
     called_module = _choose_module_to_call(model, reader.head_model if needs_labels else reader.base_model)

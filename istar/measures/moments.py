@@ -88,9 +88,9 @@ def mean_and_scatter_of_layers(
 ) -> list[BatchMoments]:
     """Compute `mean_and_scatter` of each layer, with fewer and larger operations for small layers, and on a GPU.
 
-    Consecutive layers of the same shape, dtype, device and indices, with or without gradients, are stacked, as many as
-    fit into a block of `istar.measures.numerics.block_size`. A GPU waits for the host in a step of a small model; the
-    twelve layers of BERT-base then take as many operations as two.
+    Consecutive layers of the same shape, dtype, device and indices, with or without gradients, are stacked, up to
+    `layers_per_block`. A GPU waits for the host in a step of a small model; the twelve layers of BERT-base then take as
+    many operations as two.
 
     Args:
         layers: points `(..., d)` of each layer.
@@ -101,25 +101,21 @@ def mean_and_scatter_of_layers(
         The moments of each block, for `merge_moments`.
     """
     blocks: list[tuple[list[Tensor], Tensor | None]] = []
+    latest_kind: Any = None
     for layer, layer_indices in zip(layers, indices, strict=True):
-        if blocks and _fits_block(layer, layer_indices, *blocks[-1]):
+        # A layer without a gradient would cost a product in the backward pass for nothing.
+        kind = layer.shape, layer.dtype, layer.device, layer.requires_grad, id(layer_indices)
+        if kind == latest_kind and len(blocks[-1][0]) < layers_per_block(layer):
             blocks[-1][0].append(layer)
         else:
             blocks.append(([layer], layer_indices))
+        latest_kind = kind
     return [_mean_and_scatter(block, block_indices, matmul_dtype) for block, block_indices in blocks]
 
 
-def _fits_block(layer: Tensor, indices: Tensor | None, block: list[Tensor], block_indices: Tensor | None) -> bool:
-    first = block[0]
-    # A layer without a gradient would cost a product in the backward pass for nothing.
-    is_alike = (layer.shape, layer.dtype, layer.device, layer.requires_grad) == (
-        first.shape,
-        first.dtype,
-        first.device,
-        first.requires_grad,
-    )
-    has_space = (len(block) + 1) * layer.numel() <= block_size(layer.device)
-    return is_alike and indices is block_indices and has_space
+def layers_per_block(layer: Tensor) -> int:
+    """Return how many layers like this one are stacked: as many as fit into a block of `block_size`, at least 1."""
+    return max(1, block_size(layer.device) // max(1, layer.numel()))
 
 
 def _mean_and_scatter(
@@ -157,7 +153,7 @@ class _MeanAndScatter(torch.autograd.Function):
             dtype = torch.promote_types(points.dtype, torch.float32)
             share = 1 / max(num_points, 1)  # The mean of an empty batch is 0.
             shifts = points.mean(1, dtype=dtype) if num_points else points.new_zeros(num_layers, dim, dtype=dtype)
-            centered = points - shifts[:, None]
+            centered = _subtract(points, shifts, is_view=num_layers == 1 and indices is None)
             factors = (centered if matmul_dtype is None else centered.to(matmul_dtype)).flatten(0, 1)
             scatter = _matmul(factors.T, factors, dtype)
             # `shifts` equal the means only up to rounding; correct the means and the scatter for the difference.
@@ -178,14 +174,16 @@ class _MeanAndScatter(torch.autograd.Function):
         dtype = torch.promote_types(ctx.dtype, torch.float32)
         num_layers, _, dim = ctx.shape
         with full_precision(means.device):
-            factors = (
-                saved[0] if ctx.is_rounded else (_stack_rows(saved, indices) - means.to(dtype)[:, None]).flatten(0, 1)
-            )
+            if ctx.is_rounded:
+                [factors] = saved
+            else:
+                is_view = num_layers == 1 and indices is None
+                factors = _subtract(_stack_rows(saved, indices), means.to(dtype), is_view).flatten(0, 1)
             symmetric_grad = (grad_scatter + grad_scatter.T).to(factors.dtype)
             gradient = _matmul(factors, symmetric_grad, dtype).view(num_layers, -1, dim)
             gradient = gradient.add_(grad_means.to(dtype)[:, None], alpha=ctx.share).to(ctx.dtype)
             if indices is not None:
-                gradient = gradient.new_zeros(ctx.shape).index_copy(1, indices, gradient)
+                gradient = gradient.new_zeros(ctx.shape).index_copy_(1, indices, gradient)
         return None, None, *gradient.unbind()
 
 
@@ -193,6 +191,13 @@ def _stack_rows(layers: Sequence[Tensor], indices: Tensor | None) -> Tensor:
     """Return the rows of layers `(n, d)` at the indices, or all, as `(k, rows, d)`; a view of a single layer."""
     selected = [_select_rows(layer, indices) for layer in layers]
     return selected[0][None] if len(selected) == 1 else torch.stack(selected)
+
+
+def _subtract(points: Tensor, means: Tensor, is_view: bool) -> Tensor:
+    """Return points `(k, n, d)` minus means `(k, d)`: in place, unless the points are a view or of a narrower dtype."""
+    if is_view or points.dtype != means.dtype:
+        return points - means[:, None]
+    return points.sub_(means[:, None])
 
 
 def _select_rows(points: Tensor, indices: Tensor | None) -> Tensor:

@@ -33,8 +33,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Return a context that computes matrix products in the dtype of their inputs: without autocast, TF32 or bfloat16.
 
-    The previous settings are restored at the end. A training step enters the context twice per layer, so the usual
-    case with nothing to change is fast.
+    The previous settings are restored at the end. A training step enters the context twice per block of layers, so
+    the usual case with nothing to change is fast.
     """
     for backend in _BACKENDS:
         if backend.fp32_precision not in _FULL_PRECISION_SETTINGS:

@@ -350,7 +350,8 @@ class Penalty(nn.Module, ABC):
     def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
         """Check the hidden states of layers, `(batch, tokens, d)` each, and reduce them to the sums of `score`.
 
-        There may be fewer results than layers, if several layers share one.
+        `tokens` has no attention mask if padding counts, whatever `include_padding` is. There may be fewer results than
+        layers, if several layers share one.
         """
         return [self.summarize_layer(state, tokens) for state in hidden_states]
 
@@ -365,9 +366,12 @@ class Penalty(nn.Module, ABC):
         total = torch.stack(list(summaries)).sum(0)
         return sum_over_processes(total, self.group) if self.sync else total
 
-    @abstractmethod
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
-        """Reduce points `(n, d)` to sums, over the given row indices or, if None, over all rows; without autocast."""
+        """Reduce points `(n, d)` to sums, over the given row indices or, if None, over all rows; without autocast.
+
+        A subclass implements this method, or `summarize_layer` or `summarize` if it needs the sequences or all layers.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def score(self, summaries: Sequence[Any]) -> Terms:

@@ -83,16 +83,15 @@ class SentenceEstimator(Estimator):
         Raises:
             UserError: for hidden states of another shape, which have no sentences.
         """
-        for state in hidden_states:
+        layers = []
+        for state, rows in zip(hidden_states, indices, strict=True):
             if state.dim() != 3:
                 raise UserError(
                     "the score by sentence needs the tokens of sentences; expected hidden states (batch, tokens, d), "
                     f"not {tuple(state.shape)}"
                 )
-        return [
-            SentencePoints(state.flatten(0, 1), rows, tokens.documents_of(state))
-            for state, rows in zip(hidden_states, indices, strict=True)
-        ]
+            layers.append(SentencePoints(state.flatten(0, 1), rows, tokens.documents_of(state)))
+        return layers
 
     def estimate(
         self,

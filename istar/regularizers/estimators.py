@@ -88,7 +88,7 @@ class ShrinkageEstimator(Estimator):
 
     def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
         """Return the sizes, means and scatter matrices of blocks of layers."""
-        return list(mean_and_scatter_of_layers(hidden_states, indices, self.matmul_dtype))
+        return mean_and_scatter_of_layers(hidden_states, indices, self.matmul_dtype)
 
     def estimate(
         self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None

@@ -155,10 +155,6 @@ class IStar(Penalty):
         with without_autocast(hidden_states[0].device):
             return self._estimator.summarize(hidden_states, indices, tokens)
 
-    def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
-        [summary] = self._estimator.summarize([points], [indices], Tokens())
-        return summary
-
     def score(self, summaries: Sequence[Any]) -> Terms:
         estimate = self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)
         score = estimate.score

@@ -12,13 +12,12 @@ that long sequences count more. The union of several layers is averaged in the s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from istar.errors import OptionError, UserError
-from istar.measures.numerics import full_precision, without_autocast
+from istar.measures.numerics import full_precision
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Tokens, unit_points
 
@@ -54,8 +53,11 @@ class SimCtg(Penalty):
         if not -1 <= self.margin <= 1:
             raise OptionError(f"margin={self.margin:g}; expected a number from -1 to 1")
 
-    def summarize_layer(self, hidden_state: Tensor, tokens: Tokens) -> Any:
-        """Reduce the hidden state of a layer, `(batch, tokens, d)`, to sums over the pairs of each sequence."""
+    def summarize_layer(self, hidden_state: Tensor, tokens: Tokens) -> Tensor:
+        """Return the sum over the pairs of each sequence, and the number of pairs and of points, `(3,)`.
+
+        The hidden state of the layer is `(batch, tokens, d)`.
+        """
         if hidden_state.dim() != 3:
             shape = tuple(hidden_state.shape)
             raise UserError(f"SimCTG compares the tokens of sequences; expected (batch, tokens, d), not {shape}")
@@ -63,14 +65,9 @@ class SimCtg(Penalty):
         is_point = torch.ones(hidden_state.shape[:2], dtype=torch.bool, device=hidden_state.device)
         if indices is not None:
             is_point = torch.zeros_like(is_point).flatten().index_fill(0, indices, True).view_as(is_point)
-        with without_autocast(hidden_state.device):
-            return self._summarize_sequences(hidden_state, is_point)
-
-    def _summarize_sequences(self, hidden_state: Tensor, is_point: Tensor) -> Tensor:
-        """Return the sum over all pairs, the number of pairs and of points, `(3,)`; the mask is `(batch, tokens)`."""
-        # Tokens that are not points may be NaN, so they are set to 0.
-        units = unit_points(hidden_state.masked_fill(~is_point[..., None], 0), None)
-        with full_precision(units.device):
+        with full_precision(hidden_state.device):
+            # Tokens that are not points may be NaN, so they are set to 0.
+            units = unit_points(hidden_state.masked_fill(~is_point[..., None], 0), None)
             cosines = units @ units.mT
         hinges = (self.margin - cosines.diagonal(dim1=1, dim2=2)[..., None] + cosines).clamp(min=0)
         is_pair = is_point[:, :, None] & is_point[:, None, :]
@@ -78,12 +75,6 @@ class SimCtg(Penalty):
         # A point that is not finite makes the sum NaN even without pairs.
         total = (hinges * is_pair).sum()
         return torch.stack([total, is_pair.sum().to(total), is_point.sum().to(total)])
-
-    def summarize_points(self, points: Tensor, indices: Tensor | None) -> Any:
-        """Return the sums over the pairs of points `(n, d)` that are the tokens of a single sequence, `(3,)`."""
-        selected = points if indices is None else points.index_select(0, indices)
-        is_point = torch.ones(1, len(selected), dtype=torch.bool, device=selected.device)
-        return self._summarize_sequences(selected[None], is_point)
 
     def score(self, summaries: Sequence[Tensor]) -> Terms:
         sums = self.sum_over_layers(summaries)

@@ -126,8 +126,8 @@ MUTATIONS = [
     Mutation(
         "Sigma_S is computed from all tokens, whatever the points of the penalty.",
         "istar/hidden_states/shrinkage.py",
-        "        points,\n        penalty.needs_labels,\n",
-        "        type(points)(),\n        penalty.needs_labels,\n",
+        "points=points,\n        needs_labels",
+        "needs_labels",
         "tests/regularizers/test_tokens_chosen.py::test_sigma_s_is_computed_from_the_same_points",
     ),
     Mutation(
@@ -238,15 +238,15 @@ MUTATIONS = [
     Mutation(
         "The gradient of the scatter matrix is taken about 0, not about the mean.",
         "istar/measures/moments.py",
-        "(_stack_rows(saved, indices) - means.to(dtype)[:, None])",
+        "_subtract(_stack_rows(saved, indices), means.to(dtype), is_view)",
         "_stack_rows(saved, indices)",
         "tests/measures/test_moments.py::test_first_and_second_derivatives_are_those_of_finite_differences",
     ),
     Mutation(
         "A layer is stacked with layers of which other rows count.",
         "istar/measures/moments.py",
-        "return is_alike and indices is block_indices and has_space",
-        "return is_alike and has_space",
+        "layer.requires_grad, id(layer_indices)",
+        "layer.requires_grad",
         "tests/measures/test_moments.py::test_stacked_layers_have_the_union_and_the_gradients_of_single_ones",
     ),
     Mutation(

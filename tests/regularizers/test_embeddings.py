@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from istar.errors import UserError
 from istar.hidden_states import EmbeddingPenalty, HiddenStatePenalty, PenaltySettings, attach_with_settings
 from istar.regularizers import CosReg, IStar, Points
+from istar.regularizers.points import Tokens
 from tests.forks import run_in_processes
 from tests.oracles import algorithm_1
 
@@ -71,8 +72,7 @@ def test_gradcheck(name):
     initial_rows = model.lm_head.weight.detach()[:12].clone().requires_grad_()
 
     def penalty_of_rows(matrix: Tensor) -> Tensor:
-        summary = watch.penalty.summarize_points(matrix, None)
-        return watch.penalty.combine([summary])
+        return watch.penalty.combine(watch.penalty.summarize([matrix], Tokens()))
 
     assert torch.autograd.gradcheck(penalty_of_rows, initial_rows, fast_mode=True)
 

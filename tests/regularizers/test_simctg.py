@@ -92,10 +92,3 @@ def test_only_the_chosen_tokens_are_pairs():
 def test_bad_input_is_refused(call, message):
     with pytest.raises(UserError, match=message):
         call()
-
-
-def test_points_alone_are_the_tokens_of_one_sequence():
-    points = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    indices, penalty = torch.tensor([0, 2, 5]), SimCtg(1.0)
-    expected = penalty.score(penalty.summarize([points[None, indices]], Tokens())).value
-    assert_close(penalty.score([penalty.summarize_points(points, indices)]).value, expected, **CLOSE)
