@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # again and again, which takes up to a fifth of the time.
     gc.set_threshold(100_000, 50, 100)
     typed_arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # In a context of its own, because the command may set the formats of figures.
+    # The formats of figures that a command sets end with its context.
     return run_with_robust_output(lambda: copy_context().run(_run_command, typed_arguments))
 
 

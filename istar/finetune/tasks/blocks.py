@@ -75,9 +75,9 @@ def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBa
 
 
 def tokenize_documents(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the token ids of each document, which end with the tokenizer's separator token, if it has one.
+    """Yield the token ids of each document, followed by the tokenizer's separator token, if it has one.
 
-    A document without a token has no separator either.
+    For a document without tokens, the list is empty.
     """
     separator_id = find_separator_id(tokenizer)
     separator = [] if separator_id is None else [separator_id]

@@ -1,6 +1,6 @@
 """Tokenized features of a split, with a cache that runs share, and their collation into padded batches.
 
-The cache stores each feature set in an Arrow file, whose name is a hash of everything that determines the features.
+The cache stores each feature set in an Arrow file, named by a hash of all that determines the features.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ MAX_MALFORMED_SHARE = 0.01
 """Largest share of malformed rows to skip with a warning. A file with more is damaged or has another format."""
 
 _LEAF = re.compile(r"\(\d+ ([^ ()]+)\)")
-_INNER_NODE = re.compile(r"\(\d+ \0(?: \0)*\)")  # a node whose children are replaced by null characters
+_INNER_NODE = re.compile(r"\(\d+ \0(?: \0)*\)")  # Each child was replaced by a null character.
 _PTB_ESCAPES = {"-LRB-": "(", "-RRB-": ")", r"\/": "/", r"\*": "*"}
 _PTB_ESCAPE = re.compile("|".join(map(re.escape, _PTB_ESCAPES)))
 
@@ -130,7 +130,7 @@ def parse_tree(text: str) -> tuple[str, str]:
     while num_nodes:
         rest, num_nodes = _INNER_NODE.subn("\0", rest)
     if rest != "\0":
-        raise ValueError("expected brackets like those of (3 (2 Good) (2 film))")
+        raise ValueError("expected nested brackets, as in (3 (2 Good) (2 film))")
     label = text[1 : text.index(" ")]
     return label, _PTB_ESCAPE.sub(lambda match: _PTB_ESCAPES[match[0]], " ".join(words))
 

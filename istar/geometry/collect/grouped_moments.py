@@ -19,7 +19,7 @@ MAX_PRODUCT_POINTS = 4_096
 PANEL_WIDTH = 128
 """Number of columns of a panel of a scatter matrix on a CPU; see `UpperPanels`."""
 
-T = TypeVar("T", int, Tensor)
+Part = TypeVar("Part", int, Tensor)
 
 
 class UpperPanels:
@@ -166,7 +166,7 @@ class GroupedMoments(Accumulator):
         self.finish_sums()
         return [int(moments.sentences) for moments in self.sentence_moments.values()]
 
-    def _find_part(self, batch_part: T, num_batch_groups: int) -> T:
+    def _find_part(self, batch_part: Part, num_batch_groups: int) -> Part:
         """Return this accumulator's part for a part, or each of several parts, of a batch with `num_batch_groups`."""
         group = batch_part % num_batch_groups % self._num_groups
         return group + batch_part // num_batch_groups * self._num_groups if self.has_sentences else group

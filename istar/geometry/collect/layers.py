@@ -295,7 +295,8 @@ class Layer(Accumulator):
     def _summarize_others(self) -> Iterator[tuple[float, float, Tensor]]:
         """Yield, for each group, the norm of the mean, the unbiased IsoScore and the spectrum of all other points.
 
-        The spectrum is that of `compute_spectra`, centered. Raises a `UserError` if a score is not defined.
+        The spectrum has the singular values of the centered points, `(d,)`, descending, on the CPU. Raises a
+        `UserError` if a score is not defined.
         """
 
         def summarize(*sums: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:

@@ -218,9 +218,9 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
     """Yield a row for each layer and measure, with the difference `other - first` and its 95% interval.
 
     The `paired` error is the jackknife error of the differences without each group, so that texts that raise the
-    measure of both models alike have no influence on it. The `independent` error is the root of the sum of the squares
-    of both errors. For models over the same texts it is usually too large, because their errors usually have a positive
-    correlation.
+    measure of both models alike have no influence on it. The `independent` error is the square root of the sum
+    of both squared errors. For models over the same texts it is usually too large, because their errors usually have a
+    positive correlation.
 
     Models that cannot be compared yield nothing; see `explain_no_differences`. Models with the same number of layers
     are compared layer by layer, and at the final normalization if both have one. Other models are compared at
