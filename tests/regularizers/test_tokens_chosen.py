@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.hidden_states import attach, shrinkage_covariance
+from istar.measures.moments import mask_to_indices
 from istar.regularizers import CosReg, IStar, Points, special_ids
 from istar.regularizers.points import Tokens
 from tests.oracles import algorithm_1
@@ -349,3 +350,21 @@ def test_layers_of_different_lengths_have_points_by_their_own_shape(which):
         documents = tokens.documents_of(torch.zeros(batch, length, 4))
         points = slice(None) if expected is None else expected
         assert torch.equal(documents[points], torch.arange(batch).repeat_interleave(length)[points])
+
+
+def test_rows_that_count_are_found_at_the_first_layer(monkeypatch):
+    """On a GPU, finding them waits for all operations in the queue, of which there are few at the first layer."""
+    events = []
+
+    def record_search(mask: Tensor) -> Tensor | None:
+        events.append("rows")
+        return mask_to_indices(mask)
+
+    monkeypatch.setattr("istar.regularizers.points.mask_to_indices", record_search)
+    model = bert()
+    for number, layer in enumerate(model.bert.encoder.layer, 1):
+        layer.register_forward_hook(lambda *_, number=number: events.append(f"layer {number}"))
+    with attach(model, CosReg(1.0, layers="all")) as attached:
+        model(torch.tensor([[1, 7, 2]]), attention_mask=torch.tensor([[1, 1, 0]]))
+        attached.loss()
+    assert events == ["layer 1", "rows", "layer 2"]
