@@ -1,10 +1,12 @@
 """Implements `istar train` and `python train.py`: composes a config with Hydra and executes a run or a sweep."""
 
+import argparse
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,7 +51,8 @@ def run_train(arguments: Sequence[str], command: str) -> None:
         # Hydra and the sweeper read the arguments from sys.argv.
         sys.argv = [command, *allow_options_without_key(move_overrides_to_end(arguments))]
         check_arguments(arguments, command)
-        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(compose_and_run)()
+        with _help_as_text():
+            hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(compose_and_run)()
     except (UserError, HydraException, OmegaConfBaseException, YAMLError, ValueError, KeyboardInterrupt) as error:
         if SHOW_TRACE:
             raise
@@ -58,6 +61,26 @@ def run_train(arguments: Sequence[str], command: str) -> None:
         if SHOW_TRACE or not explain_system_error(error):
             raise
         exit_with_error(UserError(explain_system_error(error)))
+
+
+@contextmanager
+def _help_as_text() -> Iterator[None]:
+    """Pass argparse the help of all options as text; Hydra passes an object, which Python 3.14 refuses.
+
+    See https://github.com/facebookresearch/hydra/issues/3121.
+    """
+    add_argument: Any = argparse.ArgumentParser.add_argument
+
+    def add_argument_with_text(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+        if options.get("help") is not None:
+            options["help"] = str(options["help"])
+        return add_argument(parser, *names, **options)  # type: ignore[no-any-return]
+
+    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
 
 
 def move_overrides_to_end(arguments: Sequence[str]) -> list[str]:

@@ -208,7 +208,8 @@ def _find_field_mismatch(value: Any, expected: Any, name: str) -> str:
         return f"{name} lacks {min(missing)}"
     if is_dataclass(expected) and (unknown := value.keys() - types.keys()):
         return f"{name} has the unknown field {shorten(min(unknown), 60)}"
-    return _find_first((value[key], type_, f"{name}.{key}") for key, type_ in types.items() if key in value)
+    items = ((key, type_) for key, type_ in types.items() if key in value and not _is_scalar_of(value[key], type_))
+    return _find_first((value[key], type_, f"{name}.{key}") for key, type_ in items)
 
 
 @functools.cache

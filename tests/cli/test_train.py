@@ -1,11 +1,13 @@
 """`train.py` on the command line. Few calls start a new interpreter, which takes seconds."""
 
+import argparse
 import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,6 +131,21 @@ def test_help_fits_a_screen_and_a_half(capsys: pytest.CaptureFixture[str], monke
     assert set(TASKS) <= set(re.split(r",\s+", options["task"]))
     assert {"model", "trainer", "logger", "experiment", "sweep", "debug"} <= set(options)
     assert "schema" not in text
+
+
+def test_the_help_of_all_options_is_text(
+    call: Call, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add_argument_of_python_314(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+        assert isinstance(options.get("help"), str | None)
+        return add_argument(parser, *names, **options)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "add_argument", add_argument_of_python_314)
+    assert call("--hydra-help") == 0
+    assert "--shell-completion,-sc : Install or Uninstall shell completion:" in capsys.readouterr().out
+    assert argparse.ArgumentParser.add_argument is add_argument_of_python_314
 
 
 def test_help_and_version_import_no_library_of_a_run() -> None:

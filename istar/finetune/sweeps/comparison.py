@@ -1,6 +1,6 @@
 """The table and the figures that compare the configurations of a sweep."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import starmap
 from statistics import fmean, stdev
 
@@ -69,13 +69,24 @@ def build_comparison_row(task_and_model: tuple[str, str], configuration: Configu
         f"{task}, {metric}",
         model,
         configuration.label,
-        ",".join(str(run.config["seed"]) for run in runs),
+        _format_seeds(run.config["seed"] for run in runs),
         score,
         format_metric(metric, first_run.baseline.get(metric)),
         str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]}-{epochs[-1]}",
         f"{isoscore_before:.4f} → {isoscore_after:.4f}",
         f"{fmean([run.timing['total'] for run in runs]):.0f}",
     ]
+
+
+def _format_seeds(seeds: Iterable[int]) -> str:
+    """Return seeds as text, with a range for three or more consecutive ones: `1-5,8,9`."""
+    ranges: list[list[int]] = []
+    for seed in sorted(seeds):
+        if ranges and seed == ranges[-1][-1] + 1:
+            ranges[-1].append(seed)
+        else:
+            ranges.append([seed])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in ranges)
 
 
 def format_comparison_as_markdown(configurations_by_task: ConfigurationsByTask) -> str:

@@ -166,6 +166,7 @@ def explain(error: Exception) -> str:
     return f"{key_match[1]}: {headline}"
 
 
+@functools.cache
 def find_options_with_key(key: str) -> list[str]:
     """Return the options of `reg`, `logger` or `optim` with a key, such as `reg.zeta`; empty for other groups."""
     group = key.partition(".")[0]

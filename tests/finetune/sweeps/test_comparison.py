@@ -1,6 +1,7 @@
 import io
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,13 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
 def make_seeded_record(seed: int, value: float, **fields: Any) -> RunRecord:
     record = make_record(headline={"metric": "accuracy", "value": value, "epoch": 2}, **fields)
     return replace(record, config={**record.config, "seed": seed})
+
+
+@pytest.mark.parametrize(
+    ("seeds", "text"), [([2, 1], "1,2"), ([1, 2, 3], "1-3"), ([9, 3, 1, 2, 4, 8], "1-4,8,9"), (range(1000), "0-999")]
+)
+def test_three_or_more_consecutive_seeds_are_a_range(seeds: Sequence[int], text: str) -> None:
+    assert make_row("", *(make_seeded_record(seed, 0.5) for seed in seeds))[3] == text
 
 
 def test_markdown() -> None:
