@@ -12,7 +12,7 @@ from typing import TypedDict
 from urllib.parse import quote
 
 from istar.errors import UserError, shorten
-from istar.files.parsing import read_record
+from istar.files.parsing import is_missing, read_record
 from istar.files.writing import is_temporary, remove_temporary_files, write_text
 
 STATE_FOLDER = ".istar"
@@ -67,7 +67,7 @@ class Output:
             for name in dict.fromkeys((*names, *own_names)):
                 self._check_own(name, entries)
             absolute_folder = self.folder.absolute()
-            existing_folder = next(path for path in (absolute_folder, *absolute_folder.parents) if path.exists())
+            existing_folder = next(path for path in (absolute_folder, *absolute_folder.parents) if not is_missing(path))
             if not existing_folder.is_dir() or not os.access(existing_folder, os.W_OK):
                 raise UserError(f"{self._label} cannot be written; name a folder that you may write to")
 

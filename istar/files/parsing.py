@@ -114,6 +114,20 @@ def parse_json(text: str, location: str, max_integer: int = _MAX_INTEGER) -> Any
     return content
 
 
+def is_missing(path: Path) -> bool:
+    """Return whether there is neither a file nor a folder at a path.
+
+    Raises:
+        OSError: if this is unknown, for example because the name is too long. From Python 3.14 on, `Path.exists`
+            returns False instead.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    return False
+
+
 def _read_text(path: Path) -> str:
     try:
         status = path.stat()

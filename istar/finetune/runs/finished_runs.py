@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from istar.errors import UserError, shorten
+from istar.files.parsing import is_missing
 from istar.records import results
 from istar.records.config import Config, TrainerConfig
 from istar.records.results import RunRecord
@@ -20,7 +21,7 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
     if config.run.overwrite:
         return None
     try:
-        if not (folder / results.RESULT).exists():
+        if is_missing(folder / results.RESULT):
             return None
     except OSError as error:
         raise UserError(f"run.root={config.run.root} cannot be used: {shorten(error)}") from error

@@ -249,8 +249,13 @@ def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool
     schema.register()
     try:
         with fast_imports():
+            from tqdm import tqdm
+
             from istar.finetune.runs.run import run
 
+        # By default, progress bars share a lock between processes. `os._exit` would leave its semaphore behind, with a
+        # warning, where processes are not forked by default: on macOS, and from Python 3.14 on.
+        tqdm.set_lock(threading.RLock())
         config = schema.load(OmegaConf.create(read_yaml(Path(config_path))))
         record = run(config, make_console(), *trial)
         if rank == "0":

@@ -11,6 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 from istar.errors import UserError, shorten
+from istar.files.parsing import is_missing
 from istar.finetune.tasks import formats
 from istar.finetune.tasks.document_stream import DocumentStream, make_hub_stream, open_file_stream
 from istar.finetune.tasks.formats import RawSplit
@@ -115,7 +116,7 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
     `UserError` if the path does not exist or cannot be read, or if the folder contains only validation data.
     """
     try:
-        if not path.exists():
+        if is_missing(path):
             raise UserError(
                 f"task.data_dir={path} does not exist; name a text file, a folder of texts, or a saved data set"
             )

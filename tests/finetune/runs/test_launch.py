@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -32,6 +33,7 @@ from istar.records.config import TrainerConfig, schema
 from tests.finetune.runs.artifacts import Build, place
 from tests.jobs import NOT_THE_TESTS, Done, Job, Start, starting
 from tests.outcomes import assert_same, only_run
+from tests.waiting import SECONDS
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
@@ -392,6 +394,17 @@ def test_an_exit_of_a_library_in_the_process_of_a_run_is_told(small, tmp_path, m
         launch.execute_process([str(tmp_path / "config.yaml"), str(tmp_path)], lambda: True)
     assert exit_codes == [1]
     assert json.loads((tmp_path / "error-0.json").read_text())["message"] == "SystemExit: no licence"
+
+
+def test_a_process_of_a_run_leaves_no_semaphore_where_processes_are_not_forked(small, tmp_path):
+    (tmp_path / "config.yaml").write_text(schema.to_yaml(small("reg=none", f"data.cache_dir={tmp_path / 'cache'}")))
+    code = (
+        "import multiprocessing, sys; from istar.finetune.runs import launch; "
+        "multiprocessing.set_start_method('spawn'); launch.execute_process(sys.argv[1:], lambda: True)"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "config.yaml"), str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert done.stderr == ""
 
 
 def lost_process_message(rank: int) -> str:
