@@ -23,7 +23,7 @@ MODULES_BY_EXTRA = {
     "tensorboard": ("tensorboard",),
     "completion": ("shtab",),
     "train": ("transformers", *_REPORT_MODULES, "datasets", "huggingface_hub", "hydra", "lightning",
-              "safetensors", "sklearn", "tokenizers", "wandb"),
+              "safetensors", "sklearn", "tokenizers", "tqdm", "wandb"),
 }  # fmt: skip
 """The modules that istar imports from each extra; pyproject.toml has their versions."""
 
