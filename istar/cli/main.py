@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: list[str], train_command: str = "istar train") -> int:
     try:
+        if sys.platform == "win32":
+            raise UserError("the commands of istar need Linux or macOS; on Windows, use them in WSL")
         if arguments[:1] == ["train"]:
             _run_train(arguments[1:], train_command)
             return 0

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,17 @@ def test_the_help_of_all_options_is_text(
     assert call("--hydra-help") == 0
     assert "--shell-completion,-sc : Install or Uninstall shell completion:" in capsys.readouterr().out
     assert argparse.ArgumentParser.add_argument is add_argument_of_python_314
+
+
+def test_windows_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (partial(train_main, []), partial(main, ["measure", "model"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "platform", "win32")
+            code = command()
+        assert_refused_in_one_line(code, *capsys.readouterr(), tmp_path, "on Windows, use them in WSL")
 
 
 def test_help_and_version_import_no_library_of_a_run() -> None:
