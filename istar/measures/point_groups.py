@@ -251,6 +251,11 @@ class GroupedPoints(Accumulator):
         """The number of groups."""
         return len(self.count)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the sums of unit vectors."""
+        return self._unit_totals.totals.dtype
+
     @torch.no_grad()
     def update(self, points: Tensor, groups: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch.
