@@ -1,6 +1,7 @@
 """The workflows contain no logic: all their commands are targets of the Makefile."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,10 @@ def test_workflows_call_targets_of_the_makefile(path: Path) -> None:
         match = re.fullmatch(r"make ([a-z]+)( PYTHON=python)?", command)
         assert match, command
         assert match[1] in TARGETS
+
+
+def test_the_versions_of_python_on_the_package_index_are_tested() -> None:
+    workflow: Any = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = [text.rpartition(" ")[2] for text in project["classifiers"] if ":: Python ::" in text]
+    assert named == workflow["jobs"]["linux"]["strategy"]["matrix"]["python"]
