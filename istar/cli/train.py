@@ -69,18 +69,19 @@ def _help_as_text() -> Iterator[None]:
 
     See https://github.com/facebookresearch/hydra/issues/3121.
     """
-    add_argument: Any = argparse.ArgumentParser.add_argument
+    parser_class: Any = argparse.ArgumentParser
+    add_argument = parser_class.add_argument
 
-    def add_argument_with_text(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+    def add_argument_with_text(parser: argparse.ArgumentParser, *names: str, **options: Any) -> Any:
         if options.get("help") is not None:
             options["help"] = str(options["help"])
-        return add_argument(parser, *names, **options)  # type: ignore[no-any-return]
+        return add_argument(parser, *names, **options)
 
-    argparse.ArgumentParser.add_argument = add_argument_with_text  # type: ignore[method-assign]
+    parser_class.add_argument = add_argument_with_text
     try:
         yield
     finally:
-        argparse.ArgumentParser.add_argument = add_argument  # type: ignore[method-assign]
+        parser_class.add_argument = add_argument
 
 
 def move_overrides_to_end(arguments: Sequence[str]) -> list[str]:
