@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,9 +32,15 @@ def make_progress(console: "Console | None") -> "Progress":
     return Progress(console=console, disable=console is None or not console.is_terminal, transient=True)
 
 
-def replace_unencodable_characters() -> None:
-    """Make standard output print a question mark for each character that its encoding lacks, instead of failing."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+def make_output_robust() -> None:
+    """Make standard output accept any text.
+
+    A character that its encoding lacks is printed as a question mark. If the output is closed, as by `>&-`, all text is
+    discarded.
+    """
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    elif isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")
 
 
@@ -41,9 +48,9 @@ def run_with_robust_output(command: Callable[[], int]) -> int:
     """Execute a command, and return its exit code.
 
     If the reader of the output, such as `head`, ends first, the command ends without a message and with
-    `CLOSED_PIPE_EXIT_CODE`. Characters that the output's encoding lacks become question marks.
+    `CLOSED_PIPE_EXIT_CODE`. See also `make_output_robust`.
     """
-    replace_unencodable_characters()
+    make_output_robust()
     try:
         try:
             return command()

@@ -301,6 +301,12 @@ def test_help_may_be_cut_by_a_reader_that_ends_first() -> None:
     assert (process.returncode, process.stderr) == (141, "")
 
 
+def test_output_may_be_closed() -> None:
+    command = ["sh", "-c", 'exec "$0" -m istar.cli.main --help >&-', sys.executable]
+    process = subprocess.run(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, timeout=SECONDS)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
 def test_a_log_file_has_a_line_for_each_epoch(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("debug=smoke", "trainer.max_epochs=2", "trainer.accelerator=cpu", "trainer.progress_bar=true")
     assert call(*arguments) == 0
@@ -318,11 +324,12 @@ def test_a_log_file_has_a_line_for_each_epoch(call: Call, capsys: pytest.Capture
     assert not re.search("━|validating|Sigma_S|measuring", printed.out.partition("\n┏")[0])
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_characters_that_the_encoding_of_the_output_lacks_become_question_marks(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, errors: str
 ) -> None:
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors=errors))
 
     def show_bar() -> int:
         make_console().print("Epoch 0/2 • λ=1 ━━━")

@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 
 from omegaconf import OmegaConf
 
-from istar.drawing.terminal import make_console, replace_unencodable_characters
+from istar.drawing.terminal import make_console, make_output_robust
 from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, mask_secrets, shorten
 from istar.files.parsing import read_json, read_yaml
 from istar.files.writing import write_text
@@ -245,7 +245,7 @@ def execute_process(arguments: Sequence[str], is_parent_alive: Callable[[], bool
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     _terminate_with_parent(is_parent_alive)
-    replace_unencodable_characters()
+    make_output_robust()
     schema.register()
     try:
         with fast_imports():
