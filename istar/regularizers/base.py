@@ -350,8 +350,8 @@ class Penalty(nn.Module, ABC):
     def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
         """Check the hidden states of layers, `(batch, tokens, d)` each, and reduce them to the sums of `score`.
 
-        Padding counts if `tokens` has no attention mask; with `include_padding`, `forward` gives none. There may be
-        fewer results than layers, if several layers share one.
+        Padding counts if `tokens` has no attention mask; `forward` leaves the mask out if `include_padding` is set.
+        Several layers may share a result, so there may be fewer results than layers.
         """
         return [self.summarize_layer(state, tokens) for state in hidden_states]
 

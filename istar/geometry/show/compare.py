@@ -217,10 +217,10 @@ def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> Literal["
 def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[dict[str, Any]]:
     """Yield a row for each layer and measure, with the difference `other - first` and its 95% interval.
 
-    The `paired` error is the jackknife error of the differences without each group, so that texts that raise the
-    measure of both models alike have no influence on it. The `independent` error is the square root of the sum
-    of both squared errors. For models over the same texts it is usually too large, because their errors usually have a
-    positive correlation.
+    The `paired` error is the jackknife error of the differences without each group. A text that raises the measure
+    equally in both models does not affect it. The `independent` error is the square root of the sum of the two squared
+    errors. For models over the same texts it is usually too large, because their errors are usually positively
+    correlated.
 
     Models that cannot be compared yield nothing; see `explain_no_differences`. Models with the same number of layers
     are compared layer by layer, and at the final normalization if both have one. Other models are compared at
