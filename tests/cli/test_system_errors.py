@@ -115,7 +115,12 @@ def test_an_over_long_name_is_one_line(
     world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
     # From Python 3.14 on, these methods return False where earlier versions raise an OSError.
-    functions = {"exists": os.path.exists, "is_dir": os.path.isdir, "is_file": os.path.isfile, "is_symlink": os.path.islink}
+    functions = {
+        "exists": os.path.exists,
+        "is_dir": os.path.isdir,
+        "is_file": os.path.isfile,
+        "is_symlink": os.path.islink,
+    }
     for name, function in functions.items():
         monkeypatch.setattr(Path, name, lambda path, function=function: function(path))
     assert call(world, arguments, world / ("a" * 300)) == 2
