@@ -244,7 +244,7 @@ def save_model(model: ModelArgument, matrix: Matrix, processed: Tensor, output: 
     written.
     """
     model_class = type(model_files.build_meta_model(model_files.load_pretrained(model.config, AutoConfig)))
-    loaded_model: Any = model_files.load_weights(model.config, model_class, dtype="auto")
+    loaded_model: Any = model_files.load_weights(model.config, model_class, lambda whole: whole, dtype="auto")
     is_input = matrix.side == "input"
     layer = loaded_model.get_input_embeddings() if is_input else loaded_model.get_output_embeddings()
     with torch.no_grad():

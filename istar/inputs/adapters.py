@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,11 +117,29 @@ def find_base(config: ModelConfig, file_name: str) -> ModelConfig | None:
 
 
 def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Merge the adapters in a folder into the weights of the base model `model`; return it with the adapters' head."""
+    """Merge the adapters in a folder into the weights of the base model `model`; return it with the adapters' head.
+
+    Raises a `UserError` if the adapters do not fit the base model, or cannot be merged, like prefix tuning.
+    """
     peft = _import_peft(f"{folder} holds adapters, which")
     with _suppress_peft_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        adapted_model = peft.PeftModel.from_pretrained(model, str(folder))
+        # Only this method tells which weights are left out.
+        unused_weights = adapted_model.load_adapter(str(folder), "default").unexpected_keys
+        merge: Callable[[], PreTrainedModel] | None = getattr(adapted_model, "merge_and_unload", None)
+    if merge is None:
+        method = adapted_model.active_peft_config.peft_type.value
+        raise UserError(
+            f"{folder} holds adapters by {method}, which are no change of the weights and cannot be merged into them; "
+            "expected LoRA or a similar method"
+        )
+    if unused_weights:
+        raise UserError(
+            f"{folder}: {len(unused_weights)} of its weights have no place in the base model as {ADAPTER_CONFIG_FILE} "
+            f"describes the adapters, e.g. {unused_weights[0]}"
+        )
+    return merge()
 
 
 def _import_peft(feature: str) -> Any:

@@ -9,9 +9,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from istar.errors import UserError, did_you_mean, shorten
 from istar.records.task_specs import Kind
 
+_OUTPUTS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
+"""Configuration values that decide what a model returns. A configuration with attentions often cannot be saved."""
 _SET_BY_ISTAR = {
-    "architectures", "dtype", "id2label", "is_encoder_decoder", "label2id", "model_type", "num_labels", "problem_type",
-    "torch_dtype", "transformers_version",
+    *_OUTPUTS, "architectures", "dtype", "id2label", "is_encoder_decoder", "label2id", "model_type", "num_labels",
+    "problem_type", "torch_dtype", "transformers_version",
 }  # fmt: skip
 """Configuration values set from the architecture or the task, not by the user."""
 _MAX_LAYERS = 10_000
@@ -68,6 +70,15 @@ def check_num_layers(config: Any, label: str) -> None:
     num_layers = getattr(config, "num_hidden_layers", 1)
     if isinstance(num_layers, int) and not 1 <= num_layers <= _MAX_LAYERS:
         raise UserError(f"{label}: num_hidden_layers is {num_layers} in its config; expected 1 to {_MAX_LAYERS:,}")
+
+
+def reset_outputs(config: PreTrainedConfig) -> None:
+    """Let a model return what it does by default, whatever its configuration and the ones inside it say."""
+    for name, value in _OUTPUTS.items():
+        setattr(config, name, value)
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            reset_outputs(part)
 
 
 def make_config(architecture: str, values: Mapping[str, Any]) -> PreTrainedConfig:

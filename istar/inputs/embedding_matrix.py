@@ -1,12 +1,13 @@
 """Reading an embedding matrix of a model without loading its other weights."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from istar.errors import UserError, shorten
@@ -50,10 +51,13 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
     tied = model_files.get_embedding_weight(model, "input") is model_files.get_embedding_weight(model, "output")
     # A tied matrix has two names; a file may contain either.
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    layer_name = names[0].rpartition(".")[0]
     stored_names = [] if adapters.has_adapters(config.name) else _list_stored_names(names, model.base_model_prefix)
-    stored_tensor = _read_tensor(config, stored_names)
+    stored_tensor = _read_tensor(config, stored_names, model.get_submodule(layer_name))
     if stored_tensor is None:
-        loaded_model = model_files.load_weights(config, type(model), dtype=torch.float32)
+        loaded_model = model_files.load_weights(
+            config, type(model), lambda loaded: loaded.get_submodule(layer_name), dtype=torch.float32
+        )
         return Matrix(loaded_model.get_parameter(names[0]).detach(), side, names[0], None, tied)
     values, tensor_name, path = stored_tensor
     if values.shape != weight.shape:
@@ -83,23 +87,52 @@ def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
     return [*variants, *(_FORMER_NAMES[name] for name in variants if name in _FORMER_NAMES)]
 
 
-def _read_tensor(config: ModelConfig, names: list[str]) -> tuple[Tensor, str, Path] | None:
-    index_path = model_files.find_file(config, INDEX)
-    if index_path is None:
-        path = model_files.find_file(config, WEIGHTS)
-    else:
-        file_by_tensor = read_record(index_path, _Index, "an index of weights")["weight_map"]
-        tensor_name = next((name for name in names if name in file_by_tensor), None)
-        path = None if tensor_name is None else model_files.find_file(config, file_by_tensor[tensor_name])
-        if tensor_name is not None and path is None:
+def _read_tensor(config: ModelConfig, names: list[str], layer: nn.Module) -> tuple[Tensor, str, Path] | None:
+    """Read a layer's matrix, which has one of the names or the same ending, from its safetensors file.
+
+    Returns the matrix, its name and its file, or None if there is no such file, name or ending. Raises a `UserError`
+    if the file has further weights for the layer, such as the scale of a quantized matrix.
+    """
+    index_path, path = model_files.find_file(config, INDEX), None
+    if index_path is None and (path := model_files.find_file(config, WEIGHTS)) is None:
+        return None
+    try:
+        if index_path is None:
+            with safe_open(path, "pt") as file:
+                file_by_tensor = dict.fromkeys(file.keys(), WEIGHTS)
+        else:
+            file_by_tensor = read_record(index_path, _Index, "an index of weights")["weight_map"]
+        tensor_name = _choose_name(names, file_by_tensor)
+        if tensor_name is None:
+            return None
+        path = model_files.find_file(config, file_by_tensor[tensor_name])
+        if path is None:
             raise UserError(
                 f"{config.name} lacks {file_by_tensor[tensor_name]}, which {INDEX} names as the file of {tensor_name}"
             )
-    if path is None:
-        return None
-    try:
+        layer_prefix = tensor_name.removesuffix("weight")
+        expected_names = {tensor_name, *(layer_prefix + name for name in layer.state_dict())}
+        for name in sorted(file_by_tensor.keys() - expected_names):
+            # DeBERTa's checkpoints have copies of weights, under names that begin with an underscore.
+            if name.startswith(layer_prefix) and "._" not in name:
+                raise UserError(
+                    f"{config.label}: the checkpoint has {name}, which {tensor_name} alone does not include; choose a "
+                    "checkpoint that is not quantized"
+                )
         with safe_open(path, "pt") as file:
-            tensor_name = next((name for name in names if name in file.keys()), None)  # noqa: SIM118
-            return None if tensor_name is None else (file.get_tensor(tensor_name), tensor_name, path)
+            return file.get_tensor(tensor_name), tensor_name, path
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged, or not a safetensors file: {shorten(error)}") from error
+
+
+def _choose_name(names: Sequence[str], stored_names: Iterable[str]) -> str | None:
+    """Return the first of the names that is stored, or else the only stored name with the same last two parts.
+
+    transformers renames weights of some models with images or sound: `language_model.model.embed_tokens.weight` becomes
+    `model.language_model.embed_tokens.weight`.
+    """
+    stored_names = set(stored_names)
+    endings = {tuple(name.split(".")[-2:]) for name in names}
+    similar_names = [name for name in stored_names if tuple(name.split(".")[-2:]) in endings]
+    only_similar_name = similar_names[0] if len(similar_names) == 1 else None
+    return next((name for name in names if name in stored_names), only_similar_name)

@@ -5,7 +5,7 @@ import os
 import pickle
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,14 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from transformers import AutoConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from istar.errors import UserError, shorten
 from istar.files.parsing import read_json
+from istar.hidden_states.model_layers import find_base_model
 from istar.inputs.adapters import find_base, has_adapters, merge_adapters, read_base_config
-from istar.inputs.architectures import check_num_layers, get_checkpoint_class
+from istar.inputs.architectures import check_num_layers, get_checkpoint_class, reset_outputs
 from istar.inputs.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
 from istar.records.config import ModelConfig
 
@@ -41,6 +43,7 @@ def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> 
         loaded = auto_class.from_pretrained(config.name, **make_hub_options(config), **options)
     if auto_class is AutoConfig:
         check_num_layers(loaded, config.label)
+        reset_outputs(loaded)
     return loaded
 
 
@@ -87,36 +90,55 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
             return None
 
 
-def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> PreTrainedModel:
+def find_body(model: Any) -> nn.Module:
+    """Return a model without its head; of an encoder-decoder, only the encoder."""
+    return model.get_encoder() if model.config.is_encoder_decoder else find_base_model(model)
+
+
+def load_weights(
+    config: ModelConfig, auto_class: Any, /, find_part: Callable[[Any], nn.Module] = find_body, **options: Any
+) -> PreTrainedModel:
     """Load a model with pretrained weights, and merge its adapters if it has any.
 
     `auto_class.from_pretrained` loads the model; `options` are its further arguments. With adapters, `dtype` is
-    required. Raises a `UserError` if the model cannot be loaded, or weights outside the head and the pooler are
-    missing.
+    required. `AutoModel` loads a checkpoint with one stack of an encoder-decoder as this stack. `find_part` returns
+    the part of the model that is used; weights of the checkpoint that it leaves out are named in a warning.
+
+    Raises:
+        UserError: if the model cannot be loaded, if weights of the part are missing, or if the checkpoint has more
+            weights for a layer of the part than the model, such as biases or the scales of quantized weights.
     """
     if has_adapters(config.name):
         if "device_map" in options:
             raise UserError(f"{config.name} holds adapters; merge them into a model, which --device-map can place")
         with tempfile.TemporaryDirectory() as folder:
             _write_merged_model(config, Path(folder), options["dtype"])
-            return load_weights(replace(config, name=folder), auto_class, **options)
+            return load_weights(replace(config, name=folder), auto_class, find_part, **options)
+    checkpoint_config = load_pretrained(config, AutoConfig)
+    checkpoint_class = get_checkpoint_class(checkpoint_config)
     # A head for other labels may have mismatched sizes; `_check_loaded_weights` rejects all other mismatches.
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model: PreTrainedModel
+    options = {"config": checkpoint_config, **options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loading_info = load_pretrained(config, auto_class, **options)
-    checkpoint_class = get_checkpoint_class(load_pretrained(config, AutoConfig))
-    if checkpoint_class is None or checkpoint_class.base_model_prefix == model.base_model_prefix:
-        _check_loaded_weights(config.label, model, loading_info)
+    part = find_part(model)
+    if checkpoint_class in (None, type(model)) or not _select_weights(model, part, loading_info["missing_keys"]):
+        _check_loaded_weights(config.label, model, part, loading_info, checkpoint_class)
         return model
     if "device_map" in options:
         raise UserError(
             f"{config.label} is a {checkpoint_class.__name__}, which --device-map cannot place; leave it out"
         )
-    # Some classes of an architecture name the base model differently, so that transformers does not find its
-    # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
+    # The checkpoint's class may compute the missing weights, like the positions of Marian, or have other names for
+    # them: the base model of `LlamaForQuestionAnswering` is `transformer`. It may also lack one of two stacks.
     checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
-    _check_loaded_weights(config.label, checkpoint_model, loading_info)
-    model.base_model.load_state_dict(checkpoint_model.base_model.state_dict())
+    checkpoint_part = find_part(checkpoint_model)
+    _check_loaded_weights(config.label, checkpoint_model, checkpoint_part, loading_info, checkpoint_class)
+    if auto_class is AutoModel:
+        return checkpoint_part
+    if part.state_dict().keys() != checkpoint_part.state_dict().keys():
+        raise UserError(
+            f"{config.label} is a {checkpoint_class.__name__}, which cannot become a {type(model).__name__}"
+        )
+    part.load_state_dict(checkpoint_part.state_dict())
     return model
 
 
@@ -145,35 +167,71 @@ def check_json_files(folder: Path) -> None:
             raise UserError(f"{path}: a JSON object was expected, as save_pretrained writes it")
 
 
-def _check_loaded_weights(label: str, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
-    """Raise a `UserError` unless all weights outside the head and the pooler were loaded.
+def _select_weights(model: nn.Module, part: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the names of a model's weights that are weights of one of its parts, without a pooler's.
 
-    The head is new for each task, and many models are pretrained without a pooler. Warns if a head for language
-    modelling is new, because it needs long training.
+    Many models are pretrained without a pooler.
     """
-    # In a model without a head, the names of the weights have no prefix.
-    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+    # Tied weights have several names.
+    part_weights = {id(weight) for weight in part.state_dict(keep_vars=True).values()}
+    weights = model.state_dict(keep_vars=True)
+    return sorted(name for name in names if "pooler" not in name and id(weights.get(name)) in part_weights)
+
+
+def _check_loaded_weights(
+    label: str, model: PreTrainedModel, part: nn.Module, loading_info: dict[str, Any], checkpoint_class: Any
+) -> None:
+    """Check that the used part of a model has all of its weights from the checkpoint; raise as `load_weights`.
+
+    The head is new for each task. Warns if a head for language modelling is new, because it needs long training.
+    """
     # The head for language modelling has as many outputs as the tokenizer has tokens, whatever the task.
     is_language_model = model.get_output_embeddings() is not None
     for key, stored_shape, expected_shape in sorted(loading_info["mismatched_keys"]):
-        if key.startswith(prefix) or is_language_model:
+        if is_language_model or _select_weights(model, part, [key]):
             raise UserError(
                 f"{label}: {key} has the shape {tuple(stored_shape)} in the weights and {tuple(expected_shape)} by "
                 "config.json; they belong to different models"
             )
-    missing_weights = sorted(
-        key for key in loading_info["missing_keys"] if key.startswith(prefix) and "pooler" not in key
-    )
-    if missing_weights:
-        raise UserError(
-            f"{label} lacks {len(missing_weights)} of the encoder's weights, e.g. {missing_weights[0]}; they would be "
-            "random"
-        )
-    new_head_weights = sorted(key for key in loading_info["missing_keys"] if not key.startswith(prefix))
+    if missing := _select_weights(model, part, loading_info["missing_keys"]):
+        raise UserError(f"{label} lacks {len(missing)} of its weights, e.g. {missing[0]}; they would be random")
+    new_head_weights = sorted(key for key in loading_info["missing_keys"] if "pooler" not in key)
     if is_language_model and new_head_weights:
         log.warning(
             "%s has no head for language modelling: %s and all else of the head is random", label, new_head_weights[0]
         )
+    has_new_head = checkpoint_class not in (type(model), type(part))
+    _check_unused_weights(label, model, part, loading_info["unexpected_keys"], has_new_head)
+
+
+def _check_unused_weights(
+    label: str, model: PreTrainedModel, part: nn.Module, keys: Iterable[str], has_new_head: bool
+) -> None:
+    """Warn of weights of a checkpoint that a part of a model lacks; refuse further weights of one of its layers.
+
+    Weights of a pooler, and with `has_new_head` those of the head, are expected to be left out.
+    """
+    # Only in a model with a head, the names of the base model's weights have a prefix.
+    prefix = f"{model.base_model_prefix}."
+    module_by_name, part_modules = dict(model.named_modules()), set(part.modules())
+    unused = []
+    for key in sorted(keys):
+        paths = (key, key.removeprefix(prefix), prefix + key)
+        layer_names = [f"{name}." for name in module_by_name if any(path.startswith(f"{name}.") for path in paths)]
+        layer_name = max((name for name in layer_names if name != prefix), key=len, default="").removesuffix(".")
+        layer = module_by_name[layer_name] if layer_name else find_body(model)
+        is_of_head = has_new_head and not layer_name and not key.startswith(prefix)
+        if layer not in part_modules or is_of_head or "pooler" in key or "lm_head" in key:
+            continue
+        # DeBERTa's checkpoints have copies of weights, under names that begin with an underscore.
+        if layer_name and "._" not in key and next(layer.parameters(recurse=False), None) is not None:
+            raise UserError(
+                f"{label}: the checkpoint has {key}, but by config.json {layer_name} has no such weight and would "
+                "compute something else; choose a checkpoint that is not quantized, or mend config.json"
+            )
+        unused.append(key)
+    if unused:
+        log.warning("%s: %d of the checkpoint's weights are not used, e.g. %s", label, len(unused), unused[0])
 
 
 @contextmanager
@@ -181,6 +239,8 @@ def convert_to_user_errors(config: ModelConfig, noun: str = "model") -> Iterator
     """Convert any error in the block to a `UserError`; transformers raises many types for damaged folders."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         if config.architecture is not None:
             raise UserError(f"{config.label} cannot be built: {_describe_error(error)}") from error

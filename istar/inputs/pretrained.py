@@ -47,6 +47,8 @@ from istar.records.task_specs import TaskSpec
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 """Data types of the weights by the value of the config key `model.load_in`."""
+_OTHER_INPUTS = {"input_features", "input_values", "pixel_values"}
+"""Names of arguments for images and sound."""
 
 log = logging.getLogger(__name__)
 
@@ -368,6 +370,12 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
         with torch.no_grad():
             outputs = model(**inputs)[0]
     except Exception as error:  # the types depend on the architecture
+        other_inputs = sorted(_OTHER_INPUTS.intersection(inspect.signature(model.forward).parameters))
+        if other_inputs:
+            raise UserError(
+                f"{label} cannot process text alone: a {type(model).__name__} needs {' and '.join(other_inputs)}, too; "
+                "choose a model of text"
+            ) from error
         raise UserError(
             f"{label} cannot process the output of its tokenizer ({shorten(error)}); do they belong together?"
         ) from error

@@ -1,3 +1,4 @@
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from istar.records.config import ModelConfig
 from istar.records.task_specs import TASKS
 from istar.regularizers import IStar
 
-pytest.importorskip("peft")
+peft: Any = pytest.importorskip("peft")
 
 CLM = replace(TASKS["demo_sentence"], name="clm", kind="causal_lm", labels=())
 TEXTS = ["the cat sat on the mat", "a dog barked at the cat"]
@@ -198,3 +199,31 @@ def test_adapters_of_a_stranger_run_no_code(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match="pickled weights hold more than tensors"):
         load(ModelConfig(str(folder)), TASKS["demo"])
     assert not ran.exists()
+
+
+# peft, of transformers' newer spelling.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_adapters_that_cannot_be_merged_name_their_method(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "gpt2")
+    model = GPT2LMHeadModel.from_pretrained(base)
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    peft.get_peft_model(model, prefix).save_pretrained(tmp_path / "saved")
+    with pytest.raises(UserError, match=f"^{tmp_path / 'saved'} holds adapters by PREFIX_TUNING.* expected LoRA"):
+        load(ModelConfig(str(tmp_path / "saved")), CLM)
+
+
+@pytest.mark.parametrize("kind", ["deeper base", "DoRA"])
+# peft, of transformers' newer spelling.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_adapters_with_weights_that_the_model_lacks_are_refused(tmp_path: Path, kind: str) -> None:
+    base = save_base(tmp_path / "base", "gpt2")
+    model = GPT2LMHeadModel.from_pretrained(base)
+    if kind == "deeper base":
+        model.transformer.h.append(copy.deepcopy(model.transformer.h[1]))
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", use_dora=kind == "DoRA", fan_in_fan_out=True)
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": False}))
+    name = "h.2.attn.c_attn.lora_A" if kind == "deeper base" else "h.0.attn.c_attn.lora_magnitude_vector"
+    with pytest.raises(UserError, match=rf": [12] of its weights have no place .*, e\.g\. \S*{name}"):
+        load(ModelConfig(str(tmp_path / "saved")), CLM)

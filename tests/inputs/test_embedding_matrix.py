@@ -1,11 +1,13 @@
 """Reading the embedding matrices of tiny saved models from safetensors files."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from istar.errors import UserError
@@ -78,6 +80,49 @@ def test_pythia_has_a_former_name_for_its_output_embeddings(tmp_path: Path) -> N
     assert matrix is not None
     assert matrix.tensor == "embed_out.weight"
     assert torch.equal(matrix.values, head)
+
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+RENAMED: dict[str, Callable[[], Any]] = {
+    "llava": lambda: hf.LlavaForConditionalGeneration(
+        hf.LlavaConfig(text_config=hf.LlamaConfig(**TEXT), vision_config=hf.CLIPVisionConfig(**VISION))
+    ),
+    "gemma3": lambda: hf.Gemma3ForConditionalGeneration(hf.Gemma3Config(text_config=TEXT, vision_config=VISION)),
+    "qwen2_vl": lambda: hf.Qwen2VLForConditionalGeneration(
+        hf.Qwen2VLConfig(
+            text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+            vision_config={"embed_dim": 16, "depth": 1, "num_heads": 2, "hidden_size": 16, "patch_size": 8},
+        )
+    ),
+    "voxtral": lambda: hf.VoxtralForConditionalGeneration(
+        hf.VoxtralConfig(
+            text_config={**TEXT, "model_type": "llama"},
+            audio_config={**VISION, "num_mel_bins": 8, "max_source_positions": 8, "intermediate_size": 64},
+        )
+    ),
+    "nemotron_h": lambda: hf.NemotronHForCausalLM(
+        hf.NemotronHConfig(**{**TEXT, "num_hidden_layers": None}, layers_block_type=["attention"])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_one_tensor_is_read_of_models_with_renamed_weights(tmp_path: Path, name: str, side: Any) -> None:
+    model = RENAMED[name]()
+    model.save_pretrained(tmp_path)
+    matrix = read_matrix(ModelConfig(name=str(tmp_path)), side)
+    assert matrix.file == "model.safetensors"
+    overwrite_other_tensors(tmp_path / "model.safetensors", matrix.tensor)
+    layer = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
+    assert torch.equal(read_matrix(ModelConfig(name=str(tmp_path)), side).values, layer.weight)
 
 
 def test_without_safetensors_the_model_is_loaded_but_no_code_from_it(tmp_path: Path) -> None:
