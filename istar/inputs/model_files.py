@@ -118,11 +118,14 @@ def load_weights(
     checkpoint_class = get_checkpoint_class(checkpoint_config)
     # A head for other labels may have mismatched sizes; `_check_loaded_weights` rejects all other mismatches.
     options = {"config": checkpoint_config, **options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    is_headless = auto_class is AutoModel
+    if is_headless and checkpoint_class is not None and type(checkpoint_config) not in transformers.MODEL_MAPPING:
+        auto_class = checkpoint_class  # some parts of models with images or sound have a class with a head only
     model, loading_info = load_pretrained(config, auto_class, **options)
     part = find_part(model)
     if checkpoint_class in (None, type(model)) or not _select_weights(model, part, loading_info["missing_keys"]):
         _check_loaded_weights(config.label, model, part, loading_info, checkpoint_class)
-        return model
+        return part if is_headless and auto_class is checkpoint_class else model
     if "device_map" in options:
         raise UserError(
             f"{config.label} is a {checkpoint_class.__name__}, which --device-map cannot place; leave it out"
@@ -132,7 +135,7 @@ def load_weights(
     checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
     checkpoint_part = find_part(checkpoint_model)
     _check_loaded_weights(config.label, checkpoint_model, checkpoint_part, loading_info, checkpoint_class)
-    if auto_class is AutoModel:
+    if is_headless:
         return checkpoint_part
     if part.state_dict().keys() != checkpoint_part.state_dict().keys():
         raise UserError(

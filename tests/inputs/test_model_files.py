@@ -173,6 +173,19 @@ def test_positions_that_marian_computes_are_not_missing(tmp_path: Path) -> None:
             ),
             lambda model: model.encoder,
         ),
+        # transformers has no class without a head for these configurations.
+        (
+            lambda: hf.TrOCRForCausalLM(
+                hf.TrOCRConfig(**{name: value for name, value in STACKS.items() if "encoder" not in name})
+            ),
+            lambda model: model.model.decoder,
+        ),
+        (
+            lambda: hf.MllamaForCausalLM(
+                hf.MllamaTextConfig(**SHAPE, num_key_value_heads=1, cross_attention_layers=[], pad_token_id=0)
+            ),
+            lambda model: model.model,
+        ),
     ],
 )
 def test_a_checkpoint_with_one_stack_of_an_encoder_decoder_is_this_stack(
