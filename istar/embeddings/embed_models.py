@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -178,15 +179,24 @@ def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | Non
     return [token_by_id.get(token_id) for token_id in range(rows)]
 
 
-def read_benchmarks(paths: Sequence[Path]) -> list[wordsim.Benchmark]:
-    """Read the files of word similarity benchmarks.
+def split_label(argument: str | Path) -> tuple[str, Path]:
+    """Split `[name=]<file>`; the name of an existing file may contain "="."""
+    label, _, name = str(argument).rpartition("=")
+    return ("", Path(argument)) if os.path.exists(argument) else (label, Path(name))  # noqa: PTH110
 
-    Raises a `UserError` if a file cannot be read, or a benchmark is given twice.
+
+def read_benchmarks(arguments: Sequence[str | Path]) -> list[wordsim.Benchmark]:
+    """Read files of rated word pairs, each `[name=]<file>`.
+
+    Raises a `UserError` if a file cannot be read, or two benchmarks have the same name.
     """
-    benchmarks = [wordsim.read_benchmark(path) for path in paths]
+    benchmarks = [wordsim.read_benchmark(path, label) for label, path in map(split_label, arguments)]
     for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
         if count > 1:
-            raise UserError(f"--wordsim: {count} files are the benchmark {name}; give each benchmark once")
+            raise UserError(
+                f"--wordsim: {count} files are the benchmark {name}; give each benchmark once, and other files as "
+                "name=<file>"
+            )
     return benchmarks
 
 

@@ -2,7 +2,7 @@
 
 Follows section 5.2 of *Too Much in Common* (Biś et al., 2021), on SimLex-999 (Hill et al., 2015), MEN (Bruni et al.,
 2014), both parts of WordSim-353 (Agirre et al., 2009) and Stanford Rare Words (Luong et al., 2013). The files are read
-in their authors' formats.
+in their authors' formats, and other word pairs in a file of one of these formats.
 """
 
 import math
@@ -41,7 +41,7 @@ class Pair(NamedTuple):
 class Benchmark:
     """A benchmark of rated word pairs, in the file's order."""
 
-    name: str  # simlex999, men, rw, wordsim_similarity, wordsim_relatedness, or wordsim353 if the part is unknown
+    name: str  # simlex999, men, rw, wordsim_similarity or wordsim_relatedness; else a label or the name of the file
     pairs: tuple[Pair, ...]
 
     def words(self) -> tuple[str, ...]:
@@ -64,79 +64,94 @@ class WordSimilarity(NamedTuple):
 
 
 class _Format(NamedTuple):
-    pattern: str  # pattern of a line; its groups are the two words and the rating
+    pattern: str  # pattern of a line; its groups are the two words, the rating and any individual ratings
     example_line: str  # a line, for error messages
-    header: str = "\n"  # start of the header line; the default starts no line
+    name_by_count: Mapping[int, str]  # the paper's benchmarks in this format, by number of pairs
 
 
-_NUMBER = r"(\d+(?:\.\d*)?)"
+_NUMBER = r"\d{1,3}(?:\.\d*)?"
+"""Pattern of a rating. No scale reaches 1000, and years are not ratings."""
 FORMATS = {
-    "simlex999": _Format(
-        rf"([^\t]+)\t([^\t]+)\t[ANV]\t{_NUMBER}(?:\t.*)?",
+    "simlex": _Format(
+        rf"([^\t]+)\t([^\t]+)\t[ANV]\t({_NUMBER})(?:\t[^\t\d][^\t]*|(?:\t{_NUMBER}){{6}})?",
         example_line="old TAB new TAB A TAB 1.58",
-        header="word1\tword2\tPOS",
+        name_by_count={999: "simlex999"},
     ),
-    "men": _Format(rf"([^\t ]+) ([^\t ]+) {_NUMBER}", example_line="sun-n sunlight-n 50.0"),
-    "wordsim353": _Format(
-        rf"([^\t]+)\t([^\t]+)\t{_NUMBER}",
+    "men": _Format(
+        rf"([^\t ]+) ([^\t ]+) ({_NUMBER})", example_line="sun-n sunlight-n 50.0", name_by_count={3000: "men"}
+    ),
+    "wordsim": _Format(
+        rf"([^\t]+)\t([^\t]+)\t({_NUMBER})",
         example_line="tiger TAB cat TAB 7.35",
-        header="Word 1\t",
+        name_by_count={203: "wordsim_similarity", 252: "wordsim_relatedness"},
     ),
     "rw": _Format(
-        rf"([^\t]+)\t([^\t]+)\t{_NUMBER}\t.*",
-        example_line="squishing TAB squirt TAB 5.88 TAB 7 TAB 7",
+        rf"([^\t]+)\t([^\t]+)\t({_NUMBER})((?:\t(?:{_NUMBER})?)+)",
+        example_line="squishing TAB squirt TAB 5.88 TAB 7 TAB 4",
+        name_by_count={2034: "rw"},
     ),
 }
-"""Known file formats by name, tried in this order on the first line of a file."""
+"""File formats by name, tried in this order on the first line of a file."""
 
 
-def read_benchmark(path: Path) -> Benchmark:
-    """Read the word pairs and ratings of a word similarity benchmark from a file in its authors' format.
+def read_benchmark(path: Path, label: str = "") -> Benchmark:
+    """Read word pairs and their ratings by people, of a known benchmark or of any other file in one of its formats.
 
-    - simlex999: tab-separated, the word class in column 3, the rating (0 to 10) in column 4; with or without header.
-    - men: space-separated, the rating (0 to 50) last; words or lemmas (`sun-n`); the word class is dropped.
-    - wordsim353: three tab-separated columns, the rating (0 to 10) last; with or without header.
-    - rw: tab-separated, the mean rating (0 to 10) in column 3, followed by the individual ratings.
+    - simlex: tab-separated, the word class (A, N or V) in column 3, the rating in column 4, then nothing, a text or
+      the other six columns of SimLex-999.
+    - men: space-separated, the rating last; words or lemmas (`sun-n`); the word class is dropped.
+    - wordsim: three tab-separated columns, the rating last.
+    - rw: tab-separated, the mean rating in column 3, followed by individual ratings.
 
-    The first line determines the format. The file is UTF-8; empty lines are skipped. Raises a `UserError` if the file
-    cannot be read, its format is unknown, or a line is malformed.
+    The first line determines the format. A header begins with `word`, a comment with `#`. The file is UTF-8; empty
+    lines are skipped. Pairs are named by `label`. Without it, format and number of pairs together identify a benchmark
+    of the paper, and any other file has its own name.
+
+    Raises a `UserError` if the file cannot be read, its format is unknown, or a line is malformed.
     """
-    lines = {number: line.rstrip() for number, line in numbered_lines(path) if line.strip()}
+    lines = [(number, line.rstrip()) for number, line in numbered_lines(path) if line.strip() and line[0] != "#"]
+    if lines and lines[0][1].lower().startswith("word") and not _find_formats(lines[0][1]):
+        del lines[0]
     if not lines:
-        raise UserError(f"{path}: the file is empty; expected pairs of words with ratings")
-    name = _detect_format(path, lines)
-    line_format = FORMATS[name]
+        raise UserError(f"{path}: the file is empty, or no lines follow the header; expected word pairs with ratings")
+    formats = _find_formats(lines[0][1]) or list(FORMATS)
     pairs: list[Pair] = []
-    for line_number, line in lines.items():
-        if not pairs and line.startswith(line_format.header):
-            continue
-        match = re.fullmatch(line_format.pattern, line)
-        if match is None:
+    for line_number, line in lines:
+        pair = _parse_line(line, FORMATS[formats[0]])
+        if pair is None:
+            examples = "; ".join(f"{name}: {FORMATS[name].example_line}" for name in formats)
             raise UserError(
-                f"{path}, line {line_number}: {shorten(line, 60)!r} is not a line of {name}; expected two words and a "
-                f"rating, as in {line_format.example_line}"
+                f"{path}, line {line_number}: {shorten(line, 60)!r} is not a line of {' or '.join(formats)}; "
+                f"expected two words and a rating below 1000, as in {examples}; a header begins with word"
             )
-        pairs.append(Pair(match[1].strip(), match[2].strip(), float(match[3])))
-    if not pairs:
-        raise UserError(f"{path}: no lines follow the header; expected pairs of words with ratings")
-    if name == "men":
+        pairs.append(pair)
+    if formats[0] == "men":
         pairs = _strip_word_classes(pairs)
-    # Only the file's name tells the two parts of WordSim-353 apart.
-    part = next((part for part in ("similarity", "relatedness") if part in path.name.lower()), "")
-    return Benchmark(f"wordsim_{part}" if name == "wordsim353" and part else name, tuple(pairs))
+    return Benchmark(_name_pairs(path, label, len(pairs), FORMATS[formats[0]]), tuple(pairs))
 
 
-def _detect_format(path: Path, lines: Mapping[int, str]) -> str:
-    """Return the name of the first known format that fits the first line of a file."""
-    line_number, first_line = next(iter(lines.items()))
-    for name, line_format in FORMATS.items():
-        if first_line.startswith(line_format.header) or re.fullmatch(line_format.pattern, first_line):
-            return name
-    examples = "; ".join(f"{name}: {line_format.example_line}" for name, line_format in FORMATS.items())
-    raise UserError(
-        f"{path}, line {line_number}: {shorten(first_line, 60)!r} is not a line of a known benchmark; expected one of "
-        f"{examples}"
-    )
+def _name_pairs(path: Path, label: str, num_pairs: int, line_format: _Format) -> str:
+    """Return a benchmark's name, which `label` may write differently, or a name that no benchmark of the paper has."""
+    names = [name for known_format in FORMATS.values() for name in known_format.name_by_count.values()]
+    name_by_letters = {name.replace("_", ""): name for name in names}
+    known_name = name_by_letters.get("".join(filter(str.isalnum, (label or path.name).lower())))
+    if label:
+        return known_name or label
+    other_name = f"{path.name} ({num_pairs} pairs)" if known_name else path.name
+    return line_format.name_by_count.get(num_pairs, other_name)
+
+
+def _parse_line(line: str, line_format: _Format) -> Pair | None:
+    """Return the pair in a line; None if the line has another format, or a mean outside of the individual ratings."""
+    match = re.fullmatch(line_format.pattern, line)
+    if match is None:
+        return None
+    rating, ratings = float(match[3]), [float(text) for text in match[match.re.groups].split()]
+    return Pair(match[1].strip(), match[2].strip(), rating) if min(ratings) <= rating <= max(ratings) else None
+
+
+def _find_formats(line: str) -> list[str]:
+    return [name for name, line_format in FORMATS.items() if _parse_line(line, line_format)]
 
 
 def _strip_word_classes(pairs: list[Pair]) -> list[Pair]:
