@@ -11,6 +11,7 @@ import pandas as pd
 from istar.errors import UserError, shorten
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import unescape_cell
+from istar.inputs.hub import is_hub_id
 from istar.inputs.readers import iterate_csv
 from istar.inputs.saved_checkpoints import step_from_name
 from istar.records.identity import shorten_model_name
@@ -22,6 +23,11 @@ _MODEL_FILE = "model_meta.json"
 _MISSING_REVISIONS = ("None", "no_revision_available", "external")
 """Values that MTEB writes for a model without a revision."""
 _DEFAULT_REVISION = "main"
+_ADAPTER_ARGUMENTS = ("peft", "lora_local_path", "delta")
+_MODEL_ARGUMENTS = (*_ADAPTER_ARGUMENTS, "pretrained", "model", "path")
+"""Arguments of lm-evaluation-harness that name the model; the first is used, because adapters change a model."""
+_NOT_METRICS = ("alias", "name", "sample_len", "sample_count", "samples")
+"""Entries of tasks and groups that are not scores, in files of lm-evaluation-harness 0.4 or later."""
 
 
 class Score(NamedTuple):
@@ -98,20 +104,28 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
 
     `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
     and their standard errors as `acc_stderr,none` or `acc_stderr`. A score is named by its task, metric and filter, as
-    in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are in `model_args` in `config`, a
-    string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is `model_name`.
+    in `sciq acc` or `gsm8k exact_match strict-match`. `model_args` in `config`, a string such as
+    `pretrained=<name>,revision=<name>` or a mapping, names the model by the first of `_MODEL_ARGUMENTS`, which may be
+    an adapter, and its subfolder; otherwise the model is `model_name`. The revision of a hub id is there too. It is not
+    the revision of an adapter's folder, but of the model that the adapter changes.
     """
     config = content.get("config")
     model_args = config.get("model_args") if isinstance(config, dict) else None
     if isinstance(model_args, str):
         pairs = (part.partition("=") for part in model_args.split(","))
-        model_args = {key.strip(): value.strip() for key, _, value in pairs}
+        model_args = {key.strip(): value.strip(" '\"") for key, _, value in pairs if value.strip() != "None"}
     model_args = model_args if isinstance(model_args, dict) else {}
-    model = str(model_args.get("pretrained") or content.get("model_name") or "")
-    revision = str(model_args.get("revision") or "")
-    for task, metrics in content["results"].items():
-        # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
-        has_filters = any("," in key for key in metrics)
+    name_key = next((key for key in _MODEL_ARGUMENTS if model_args.get(key)), "")
+    model, revision = str(model_args.get(name_key) or content.get("model_name") or ""), model_args.get("revision")
+    if name_key not in _ADAPTER_ARGUMENTS:
+        model = f"{model}/{model_args.get('subfolder') or ''}".rstrip("/")
+    elif name_key == "lora_local_path" or not is_hub_id(model):
+        revision = None
+    results = content["results"]
+    # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
+    keys = {key for metrics in results.values() for key in metrics}
+    has_filters = "configs" in content or any("," in key or key in _NOT_METRICS for key in keys)
+    for task, metrics in results.items():
         for key, value in metrics.items():
             metric, _, filter_name = key.partition(",")
             if metric.endswith("_stderr") or not _is_finite_number(value) or (has_filters and not filter_name):
@@ -119,7 +133,7 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
             standard_error = metrics.get(f"{metric}_stderr,{filter_name}" if has_filters else f"{metric}_stderr")
             yield Score(
                 model=model,
-                revision=revision,
+                revision=str(revision or ""),
                 task=f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}",
                 score=float(value),
                 standard_error=float(standard_error) if _is_finite_number(standard_error) else math.nan,
