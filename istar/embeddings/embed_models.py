@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from istar.files.outputs import Output
 from istar.inputs import model_files, pretrained
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
-from istar.inputs.saved_checkpoints import ModelArgument
+from istar.inputs.saved_checkpoints import ModelArgument, check_distinct_labels
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.matrix_forms import measure_forms, measure_matrix, project_rows
 from istar.measures.numerics import row_norms, upcast_blocks
@@ -182,7 +180,7 @@ def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | Non
 def split_label(argument: str | Path) -> tuple[str, Path]:
     """Split `[name=]<file>`; the name of an existing file may contain "="."""
     label, _, name = str(argument).rpartition("=")
-    return ("", Path(argument)) if os.path.exists(argument) else (label, Path(name))  # noqa: PTH110
+    return ("", Path(argument)) if Path(argument).exists() else (label, Path(name))
 
 
 def read_benchmarks(arguments: Sequence[str | Path]) -> list[wordsim.Benchmark]:
@@ -191,12 +189,7 @@ def read_benchmarks(arguments: Sequence[str | Path]) -> list[wordsim.Benchmark]:
     Raises a `UserError` if a file cannot be read, or two benchmarks have the same name.
     """
     benchmarks = [wordsim.read_benchmark(path, label) for label, path in map(split_label, arguments)]
-    for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
-        if count > 1:
-            raise UserError(
-                f"--wordsim: {count} files are the benchmark {name}; give each benchmark once, and other files as "
-                "name=<file>"
-            )
+    check_distinct_labels([benchmark.name for benchmark in benchmarks], "benchmarks")
     return benchmarks
 
 

@@ -69,27 +69,20 @@ class _Format(NamedTuple):
     name_by_count: Mapping[int, str]  # the paper's benchmarks in this format, by number of pairs
 
 
+_WORDS = r"([^\t]+)\t([^\t]+)\t"
 _NUMBER = r"\d{1,3}(?:\.\d*)?"
 """Pattern of a rating. No scale reaches 1000, and years are not ratings."""
 FORMATS = {
     "simlex": _Format(
-        rf"([^\t]+)\t([^\t]+)\t[ANV]\t({_NUMBER})(?:\t[^\t\d][^\t]*|(?:\t{_NUMBER}){{6}})?",
-        example_line="old TAB new TAB A TAB 1.58",
-        name_by_count={999: "simlex999"},
+        rf"{_WORDS}[ANV]\t({_NUMBER})(?:\t[^\t\d][^\t]*|(?:\t{_NUMBER}){{6}})?",
+        "old TAB new TAB A TAB 1.58",
+        {999: "simlex999"},
     ),
-    "men": _Format(
-        rf"([^\t ]+) ([^\t ]+) ({_NUMBER})", example_line="sun-n sunlight-n 50.0", name_by_count={3000: "men"}
-    ),
+    "men": _Format(rf"([^\t ]+) ([^\t ]+) ({_NUMBER})", "sun-n sunlight-n 50.0", {3000: "men"}),
     "wordsim": _Format(
-        rf"([^\t]+)\t([^\t]+)\t({_NUMBER})",
-        example_line="tiger TAB cat TAB 7.35",
-        name_by_count={203: "wordsim_similarity", 252: "wordsim_relatedness"},
+        rf"{_WORDS}({_NUMBER})", "tiger TAB cat TAB 7.35", {203: "wordsim_similarity", 252: "wordsim_relatedness"}
     ),
-    "rw": _Format(
-        rf"([^\t]+)\t([^\t]+)\t({_NUMBER})((?:\t(?:{_NUMBER})?)+)",
-        example_line="squishing TAB squirt TAB 5.88 TAB 7 TAB 4",
-        name_by_count={2034: "rw"},
-    ),
+    "rw": _Format(rf"{_WORDS}({_NUMBER})((?:\t(?:{_NUMBER})?)+)", "undated TAB old TAB 5.83 TAB 7 TAB 4", {2034: "rw"}),
 }
 """File formats by name, tried in this order on the first line of a file."""
 
@@ -97,17 +90,14 @@ FORMATS = {
 def read_benchmark(path: Path, label: str = "") -> Benchmark:
     """Read word pairs and their ratings by people, of a known benchmark or of any other file in one of its formats.
 
-    - simlex: tab-separated, the word class (A, N or V) in column 3, the rating in column 4, then nothing, a text or
-      the other six columns of SimLex-999.
+    - simlex: tab-separated, the word class in column 3, the rating in column 4; a text or SimLex's columns may follow.
     - men: space-separated, the rating last; words or lemmas (`sun-n`); the word class is dropped.
     - wordsim: three tab-separated columns, the rating last.
-    - rw: tab-separated, the mean rating in column 3, followed by individual ratings.
+    - rw: tab-separated, the mean rating in column 3, followed by the individual ratings.
 
-    The first line determines the format. A header begins with `word`, a comment with `#`. The file is UTF-8; empty
-    lines are skipped. Pairs are named by `label`. Without it, format and number of pairs together identify a benchmark
-    of the paper, and any other file has its own name.
-
-    Raises a `UserError` if the file cannot be read, its format is unknown, or a line is malformed.
+    The first line determines the format. A header begins with `word`, a comment with `#`; empty lines are skipped. The
+    file is UTF-8. Without `label`, format and number of pairs name a benchmark of the paper, and other files have their
+    own names. Raises a `UserError` if the file cannot be read, its format is unknown, or a line is malformed.
     """
     lines = [(number, line.rstrip()) for number, line in numbered_lines(path) if line.strip() and line[0] != "#"]
     if lines and lines[0][1].lower().startswith("word") and not _find_formats(lines[0][1]):
@@ -133,12 +123,11 @@ def read_benchmark(path: Path, label: str = "") -> Benchmark:
 def _name_pairs(path: Path, label: str, num_pairs: int, line_format: _Format) -> str:
     """Return a benchmark's name, which `label` may write differently, or a name that no benchmark of the paper has."""
     names = [name for known_format in FORMATS.values() for name in known_format.name_by_count.values()]
-    name_by_letters = {name.replace("_", ""): name for name in names}
-    known_name = name_by_letters.get("".join(filter(str.isalnum, (label or path.name).lower())))
+    letters = "".join(filter(str.isalnum, (label or path.name).lower()))
+    known_name = {name.replace("_", ""): name for name in names}.get(letters)
     if label:
         return known_name or label
-    other_name = f"{path.name} ({num_pairs} pairs)" if known_name else path.name
-    return line_format.name_by_count.get(num_pairs, other_name)
+    return line_format.name_by_count.get(num_pairs, f"{path.name} ({num_pairs} pairs)" if known_name else path.name)
 
 
 def _parse_line(line: str, line_format: _Format) -> Pair | None:

@@ -290,7 +290,7 @@ def input_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--forms", "raw,centred"], "--forms=centred is not known; did you mean centered?"),
         (["--wordsim", "nowhere"], "nowhere"),
         (["--text", "nowhere"], "there is no nowhere"),
-        (["--wordsim", "MEN,MEN"], "2 files are the benchmark MEN.txt; give each benchmark once, and other files as"),
+        (["--wordsim", "MEN,MEN"], "several benchmarks are called MEN.txt; give them names, as in first=<path or id>"),
         (["SECOND", "--form", "centered"], "--form is for a single model; remove it, or call istar embed for each"),
         (["SECOND", "--save", "matrix"], "--save is for a single model"),
         (["FIRST"], "is given twice; give each model once"),

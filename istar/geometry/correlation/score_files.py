@@ -1,6 +1,7 @@
 """Task scores from result files of lm-evaluation-harness and MTEB, or from CSV tables with a row per checkpoint."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +24,8 @@ _MODEL_FILE = "model_meta.json"
 _MISSING_REVISIONS = ("None", "no_revision_available", "external")
 """Values that MTEB writes for a model without a revision."""
 _DEFAULT_REVISION = "main"
-_ADAPTER_ARGUMENTS = ("peft", "lora_local_path", "delta")
-_MODEL_ARGUMENTS = (*_ADAPTER_ARGUMENTS, "pretrained", "model", "path")
-"""Arguments of lm-evaluation-harness that name the model; the first is used, because adapters change a model."""
-_NOT_METRICS = ("alias", "name", "sample_len", "sample_count", "samples")
-"""Entries of tasks and groups that are not scores, in files of lm-evaluation-harness 0.4 or later."""
+_DECIMAL_COMMA = r"^[-+]?(0|\d{4,}|\d+(?!,\d{3}$)),\d+([eE][-+]?\d+)?$"
+"""Pattern of a number with a comma that does not separate thousands, unlike the comma in 45,123."""
 
 
 class Score(NamedTuple):
@@ -104,10 +102,9 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
 
     `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
     and their standard errors as `acc_stderr,none` or `acc_stderr`. A score is named by its task, metric and filter, as
-    in `sciq acc` or `gsm8k exact_match strict-match`. `model_args` in `config`, a string such as
-    `pretrained=<name>,revision=<name>` or a mapping, names the model by the first of `_MODEL_ARGUMENTS`, which may be
-    an adapter, and its subfolder; otherwise the model is `model_name`. The revision of a hub id is there too. It is not
-    the revision of an adapter's folder, but of the model that the adapter changes.
+    in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are in `model_args` in `config`, a
+    string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is `model_name`. If
+    an adapter is there, it is the model; the revision is its own only if it is on the hub.
     """
     config = content.get("config")
     model_args = config.get("model_args") if isinstance(config, dict) else None
@@ -115,17 +112,14 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
         pairs = (part.partition("=") for part in model_args.split(","))
         model_args = {key.strip(): value.strip(" '\"") for key, _, value in pairs if value.strip() != "None"}
     model_args = model_args if isinstance(model_args, dict) else {}
-    name_key = next((key for key in _MODEL_ARGUMENTS if model_args.get(key)), "")
-    model, revision = str(model_args.get(name_key) or content.get("model_name") or ""), model_args.get("revision")
-    if name_key not in _ADAPTER_ARGUMENTS:
-        model = f"{model}/{model_args.get('subfolder') or ''}".rstrip("/")
-    elif name_key == "lora_local_path" or not is_hub_id(model):
-        revision = None
-    results = content["results"]
+    adapter = next((str(model_args[key]) for key in ("peft", "lora_local_path", "delta") if model_args.get(key)), "")
+    model = adapter or str(model_args.get("pretrained") or content.get("model_name") or "")
+    is_folder = adapter and (model_args.get("lora_local_path") or not is_hub_id(adapter))
+    revision = "" if is_folder else str(model_args.get("revision") or "")
     # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
-    keys = {key for metrics in results.values() for key in metrics}
-    has_filters = "configs" in content or any("," in key or key in _NOT_METRICS for key in keys)
-    for task, metrics in results.items():
+    keys = {*content, *(key for metrics in content["results"].values() for key in metrics)}
+    has_filters = not keys.isdisjoint(("configs", "alias", "sample_len")) or any("," in key for key in keys)
+    for task, metrics in content["results"].items():
         for key, value in metrics.items():
             metric, _, filter_name = key.partition(",")
             if metric.endswith("_stderr") or not _is_finite_number(value) or (has_filters and not filter_name):
@@ -133,7 +127,7 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
             standard_error = metrics.get(f"{metric}_stderr,{filter_name}" if has_filters else f"{metric}_stderr")
             yield Score(
                 model=model,
-                revision=str(revision or ""),
+                revision=revision,
                 task=f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}",
                 score=float(value),
                 standard_error=float(standard_error) if _is_finite_number(standard_error) else math.nan,
@@ -175,6 +169,7 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
 
     The index says where each row is, for error messages. A model is named by the last part of its name: a folder and a
     hub id are the same model. A step is a number or, without one, the n of a revision `step<n>`; NaN if it is unknown.
+    Numbers may have decimal commas, if none has a decimal point and not all commas may separate thousands.
 
     Raises a `UserError` if the file cannot be read, is not a table, has a column without a name, or lacks both columns
     `revision` and `step`.
@@ -197,6 +192,10 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
     table = pd.DataFrame.from_dict(rows, orient="index", columns=header)
     if not {"revision", "step"} & set(header):
         raise UserError(f"{path} has no column revision or step; expected one that names the checkpoints")
+    texts = "\n".join(cell for row in rows.values() for cell in row)
+    if re.search(_DECIMAL_COMMA, texts, re.M) and not re.search(r"^[-+]?\d*\.\d*([eE][-+]?\d+)?$", texts, re.M):
+        comma_by_column = dict.fromkeys(table.columns.difference(CHECKPOINT_COLUMNS), r"^([-+]?\d+),([\deE+-]+)$")
+        table = table.replace(comma_by_column, r"\1.\2", regex=True)
     return _complete_checkpoint_columns(table)
 
 
