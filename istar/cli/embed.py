@@ -50,8 +50,8 @@ def run(options: argparse.Namespace) -> None:
     forms = tuple(options.forms) or ((options.form,) if options.form else embed_models.WORDSIM_FORMS)
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     sources = corpus.parse_sources(options.text)
-    wordsim_paths = [path for _, path in map(embed_models.split_label, options.wordsim)]
-    inputs = [*(model.config.name for model in models), *wordsim_paths, *(source.path for source in sources)]
+    paths = [path for _, path in map(embed_models.split_label, options.wordsim)] + [source.path for source in sources]
+    inputs = [model.config.name for model in models] + paths
     page_folder.check(options.out, embed_page.EMBEDDINGS_KIND, inputs)
     # Saved results do not belong to the page, so that a page without --save does not remove them.
     saved_output = Output(options.out, "result of --save")

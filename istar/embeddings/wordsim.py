@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError, shorten
-from istar.inputs.readers import numbered_lines
+from istar.inputs.readers import find_suffix, iterate_csv, numbered_lines
 from istar.measures.numerics import unit_vectors
 from istar.statistics.arguments import is_constant
 
@@ -95,16 +95,19 @@ def read_benchmark(path: Path, label: str = "") -> Benchmark:
     - wordsim: three tab-separated columns, the rating last.
     - rw: tab-separated, the mean rating in column 3, followed by the individual ratings.
 
-    The first line determines the format. A header begins with `word`, a comment with `#`; empty lines are skipped. The
-    file is UTF-8. Without `label`, format and number of pairs name a benchmark of the paper, and other files have their
-    own names. Raises a `UserError` if the file cannot be read, its format is unknown, or a line is malformed.
+    The first line determines the format. Empty lines, headers that begin with `word1` or `Word 1`, and comments after
+    `#` are skipped. The columns of a `.csv` file are separated as in `iterate_csv`. Format and number of pairs name a
+    benchmark of the paper, and any other file has its own name; `label` replaces both. Raises a `UserError` if the file
+    cannot be read, its format is unknown, or a line is malformed.
     """
-    lines = [(number, line.rstrip()) for number, line in numbered_lines(path) if line.strip() and line[0] != "#"]
-    if lines and lines[0][1].lower().startswith("word") and not _find_formats(lines[0][1]):
-        del lines[0]
+    records = numbered_lines(path)
+    if find_suffix(path) == ".csv":
+        records = ((number, "\t".join(fields)) for number, fields in iterate_csv(path))
+    no_pair = re.compile(r"\s*$|#|word[ _]?1(?!\d)", re.IGNORECASE)
+    lines = [(number, line.rstrip()) for number, line in records if not no_pair.match(line)]
     if not lines:
         raise UserError(f"{path}: the file is empty, or no lines follow the header; expected word pairs with ratings")
-    formats = _find_formats(lines[0][1]) or list(FORMATS)
+    formats = [name for name, line_format in FORMATS.items() if _parse_line(lines[0][1], line_format)] or list(FORMATS)
     pairs: list[Pair] = []
     for line_number, line in lines:
         pair = _parse_line(line, FORMATS[formats[0]])
@@ -112,7 +115,7 @@ def read_benchmark(path: Path, label: str = "") -> Benchmark:
             examples = "; ".join(f"{name}: {FORMATS[name].example_line}" for name in formats)
             raise UserError(
                 f"{path}, line {line_number}: {shorten(line, 60)!r} is not a line of {' or '.join(formats)}; "
-                f"expected two words and a rating below 1000, as in {examples}; a header begins with word"
+                f"expected two words and a rating below 1000, as in {examples}; a header begins with word1"
             )
         pairs.append(pair)
     if formats[0] == "men":
@@ -137,10 +140,6 @@ def _parse_line(line: str, line_format: _Format) -> Pair | None:
         return None
     rating, ratings = float(match[3]), [float(text) for text in match[match.re.groups].split()]
     return Pair(match[1].strip(), match[2].strip(), rating) if min(ratings) <= rating <= max(ratings) else None
-
-
-def _find_formats(line: str) -> list[str]:
-    return [name for name, line_format in FORMATS.items() if _parse_line(line, line_format)]
 
 
 def _strip_word_classes(pairs: list[Pair]) -> list[Pair]:

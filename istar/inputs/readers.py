@@ -53,7 +53,7 @@ class Table:
 
 
 def read_csv(path: Path) -> Table:
-    """Open values with a header, separated as `iterate_csv` expects."""
+    """Open values with a header, separated as in `iterate_csv`."""
     return _make_delimited_table(path, iterate_csv(path))
 
 

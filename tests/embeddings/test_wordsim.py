@@ -68,6 +68,21 @@ def test_each_format_is_recognized(tmp_path, text, first_pair):
     assert "#" not in "".join(benchmark.words())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "access,gateway,3.79\nice cream,cold,8\n",
+        'Word 1;Word 2;"Human (mean)"\r\naccess;gateway;3.79\r\n"ice cream";cold;8\r\n',
+        "access\tgateway\t3.79\nice cream\tcold\t8\n",
+        "word1,word2,POS,SimLex999\naccess,gateway,N,3.79\nice cream,cold,A,8\n",
+    ],
+)
+def test_csv_files_have_the_same_columns(tmp_path, text):
+    benchmark = read_benchmark(write_file(tmp_path, text, "MTURK-771.csv"))
+    expected = (Pair("access", "gateway", 3.79), Pair("ice cream", "cold", 8.0))
+    assert benchmark == Benchmark("MTURK-771.csv", expected)
+
+
 def test_natural_forms_keep_a_suffix_like_a_word_class(tmp_path):
     benchmark = read_benchmark(write_file(tmp_path, "sun sunlight 50\nx-n off-n 1\n"))
     assert benchmark.words() == ("sun", "sunlight", "x-n", "off-n")
@@ -136,8 +151,8 @@ BROKEN_TEXTS = {
     ),
     "one count": ("a\tb\t5\t4\t6\nc\td\t57\t8\t2\n", "line 2: 'c d 57 8 2' is not a line of rw"),
     "concreteness and ratings": ("king\tqueen\tN\t5.1\t8.5\n", "line 1: 'king queen N 5.1 8.5' is not a line"),
-    "unknown header": ("first\tsecond\tmean\na\tb\t1\n", "line 1: 'first second mean' .* a header begins with word"),
-    "two headers": ("word1\tword2\tx\nword1\tword2\tx\na\tb\t1\n", "line 2: 'word1 word2 x' is not a line"),
+    "unknown header": ("first\tsecond\tmean\na\tb\t1\n", "line 1: 'first second mean' .* a header begins with word1"),
+    "commas": ("access,gateway,3.79\n", "line 1: 'access,gateway,3.79' is not a line"),
     "long": ("x" * 5000, "line 1: 'x+\\.\\.\\.' is not a line"),
 }
 

@@ -149,6 +149,8 @@ def test_a_file_with_shots_is_not_of_an_old_version(tmp_path: Path) -> None:
         ("pretrained=org/base,peft=,delta=None,revision=step1000", ("base", "step1000")),
         ("pretrained='org/base', revision=\"step1000\"", ("base", "step1000")),
         ("pretrained=org/base,tokenizer=org/other,revision=step1000", ("base", "step1000")),
+        ("pretrained=org/base,subfolder=checkpoint-500", ("", "checkpoint-500")),
+        ("pretrained=org/base,subfolder=one,peft=org/adapter", ("", "adapter")),
         ("model=named,base_url=http://localhost:8000/v1", ("", "named")),
         (None, ("", "named")),
     ],

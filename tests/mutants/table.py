@@ -851,7 +851,7 @@ MUTATIONS = [
     Mutation(
         "Commas that may separate thousands are decimal.",
         "istar/geometry/correlation/score_files.py",
-        "(0|\\d{4,}|\\d+(?!,\\d{3}$))",
+        "(?:0|\\d{4,}|\\d+(?!,\\d{3}$))",
         "\\d+",
         "tests/geometry/test_correlate.py",
     ),

@@ -24,7 +24,7 @@ _MODEL_FILE = "model_meta.json"
 _MISSING_REVISIONS = ("None", "no_revision_available", "external")
 """Values that MTEB writes for a model without a revision."""
 _DEFAULT_REVISION = "main"
-_DECIMAL_COMMA = r"^[-+]?(0|\d{4,}|\d+(?!,\d{3}$)),\d+([eE][-+]?\d+)?$"
+_DECIMAL_COMMA = r"^([-+]?(?:0|\d{4,}|\d+(?!,\d{3}$))),(\d+(?:[eE][-+]?\d+)?)$"
 """Pattern of a number with a comma that does not separate thousands, unlike the comma in 45,123."""
 
 
@@ -113,7 +113,8 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
         model_args = {key.strip(): value.strip(" '\"") for key, _, value in pairs if value.strip() != "None"}
     model_args = model_args if isinstance(model_args, dict) else {}
     adapter = next((str(model_args[key]) for key in ("peft", "lora_local_path", "delta") if model_args.get(key)), "")
-    model = adapter or str(model_args.get("pretrained") or content.get("model_name") or "")
+    names = (model_args.get("pretrained") or content.get("model_name"), model_args.get("subfolder"))
+    model = adapter or "/".join(str(name) for name in names if name)
     is_folder = adapter and (model_args.get("lora_local_path") or not is_hub_id(adapter))
     revision = "" if is_folder else str(model_args.get("revision") or "")
     # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
@@ -194,8 +195,9 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
         raise UserError(f"{path} has no column revision or step; expected one that names the checkpoints")
     texts = "\n".join(cell for row in rows.values() for cell in row)
     if re.search(_DECIMAL_COMMA, texts, re.M) and not re.search(r"^[-+]?\d*\.\d*([eE][-+]?\d+)?$", texts, re.M):
-        comma_by_column = dict.fromkeys(table.columns.difference(CHECKPOINT_COLUMNS), r"^([-+]?\d+),([\deE+-]+)$")
-        table = table.replace(comma_by_column, r"\1.\2", regex=True)
+        columns = table.columns.difference(["model", "revision"])
+        patterns = {name: _DECIMAL_COMMA if name == "step" else r"^([-+]?\d+),([\deE+-]+)$" for name in columns}
+        table = table.replace(patterns, r"\1.\2", regex=True)
     return _complete_checkpoint_columns(table)
 
 
