@@ -103,8 +103,8 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
     `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
     and their standard errors as `acc_stderr,none` or `acc_stderr`. A score is named by its task, metric and filter, as
     in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are in `model_args` in `config`, a
-    string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is `model_name`. If
-    an adapter is there, it is the model; the revision is its own only if it is on the hub.
+    string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is `model_name`. A
+    subfolder is part of the name. An adapter there is the model, which has the revision only if it is on the hub.
     """
     config = content.get("config")
     model_args = config.get("model_args") if isinstance(config, dict) else None
