@@ -3,6 +3,7 @@
 A slow test executes the commands of the third paper, and `test_artefact_commands.py` those of the others.
 """
 
+import itertools
 import re
 import shlex
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = (REPOSITORY / "docs" / "artefacts.md").read_text(encoding="utf-8")
 PAIRS = [("cat", "dog", 8), ("house", "garden", 7), ("cat", "garden", 1), ("house", "dog", 3)]
 FORMATS = {
-    "SimLex-999.txt": "{}\t{}\tN\t{}\n",
-    "MEN_dataset_lemma_form_full": "{}-n {}-n {}\n",
-    "rw.txt": "{}\t{}\t{}\t7\t7\n",
-    "wordsim_similarity_goldstandard.txt": "{}\t{}\t{}\n",
-    "wordsim_relatedness_goldstandard.txt": "{}\t{}\t{}\n",
+    "SimLex-999.txt": ("{}\t{}\tN\t{}\n", 999),
+    "MEN_dataset_lemma_form_full": ("{}-n {}-n {}\n", 3000),
+    "rw.txt": ("{}\t{}\t{}\t0\t9\n", 2034),
+    "wordsim_similarity_goldstandard.txt": ("{}\t{}\t{}\n", 203),
+    "wordsim_relatedness_goldstandard.txt": ("{}\t{}\t{}\n", 252),
 }
+"""Line and number of lines of each benchmark's file."""
 TABLE_FORMATS = (".md", ".tex")
 """Formats of tables in which the page does not name their files."""
 
@@ -118,8 +120,9 @@ def make_inputs(folder: Path) -> None:
             model.get_input_embeddings().weight.mul_(1 + index / 10)
         model.save_pretrained(folder / name)
         TOKENIZER.save_pretrained(folder / name)
-    for name, line in FORMATS.items():
-        (folder / name).write_text("".join(line.format(*pair) for pair in PAIRS))
+    for name, (line, count) in FORMATS.items():
+        pairs = itertools.islice(itertools.cycle(PAIRS), count)
+        (folder / name).write_text("".join(line.format(*pair) for pair in pairs))
     (folder / "cnn.txt").write_text("the cat the dog\nthe house sees the cat\n")
 
 

@@ -1,7 +1,6 @@
 """Implements `istar embed`: measures the geometry and word similarity of embedding matrices, raw and post-processed."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from istar.cli import shared_options
@@ -28,7 +27,7 @@ def add_parser(commands: Any) -> None:
     components_help = "number of directions that all_but_the_top removes (default: a hundredth of the dimensions)"
     add("--components", type=int, help=components_help)
     add("--save", choices=("matrix", "model"), help="write a single processed matrix, alone or within its model")
-    shared_options.add_list(parser, "--wordsim", "files of word similarity benchmarks")
+    shared_options.add_list(parser, "--wordsim", "files of word similarity benchmarks, each [name=]<file>")
     policy_help = "for words of several tokens: leave them out, or average their tokens (default: single_token)"
     add("--policy", choices=("single_token", "mean"), default="single_token", help=policy_help)
     parser.set_defaults(command=run, extra="train")
@@ -51,13 +50,14 @@ def run(options: argparse.Namespace) -> None:
     forms = tuple(options.forms) or ((options.form,) if options.form else embed_models.WORDSIM_FORMS)
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     sources = corpus.parse_sources(options.text)
-    inputs = [model.config.name for model in models] + [*options.wordsim, *(source.path for source in sources)]
+    paths = [path for _, path in map(embed_models.split_label, options.wordsim)] + [source.path for source in sources]
+    inputs = [model.config.name for model in models] + paths
     page_folder.check(options.out, embed_page.EMBEDDINGS_KIND, inputs)
     # Saved results do not belong to the page, so that a page without --save does not remove them.
     saved_output = Output(options.out, "result of --save")
     if options.save:
         saved_output.check((*embed_models.MATRIX_FILES, embed_models.MODEL_FOLDER), inputs)
-    benchmarks = embed_models.read_benchmarks(list(map(Path, options.wordsim)))
+    benchmarks = embed_models.read_benchmarks(options.wordsim)
     console, measured_models = make_console(stderr=options.json), []
     with make_progress(make_console(stderr=True)) as progress:
         task = progress.add_task("", total=len(models) * len(settings.measured_forms))

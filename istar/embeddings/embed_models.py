@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from istar.files.outputs import Output
 from istar.inputs import model_files, pretrained
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
-from istar.inputs.saved_checkpoints import ModelArgument
+from istar.inputs.saved_checkpoints import ModelArgument, check_distinct_labels
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.matrix_forms import measure_forms, measure_matrix, project_rows
 from istar.measures.numerics import row_norms, upcast_blocks
@@ -178,15 +177,19 @@ def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | Non
     return [token_by_id.get(token_id) for token_id in range(rows)]
 
 
-def read_benchmarks(paths: Sequence[Path]) -> list[wordsim.Benchmark]:
-    """Read the files of word similarity benchmarks.
+def split_label(argument: str | Path) -> tuple[str, Path]:
+    """Split `[name=]<file>`; the name of an existing file may contain "="."""
+    label, _, name = str(argument).rpartition("=")
+    return ("", Path(argument)) if Path(argument).exists() else (label, Path(name))
 
-    Raises a `UserError` if a file cannot be read, or a benchmark is given twice.
+
+def read_benchmarks(arguments: Sequence[str | Path]) -> list[wordsim.Benchmark]:
+    """Read files of rated word pairs, each `[name=]<file>`.
+
+    Raises a `UserError` if a file cannot be read, or two benchmarks have the same name.
     """
-    benchmarks = [wordsim.read_benchmark(path) for path in paths]
-    for name, count in Counter(benchmark.name for benchmark in benchmarks).items():
-        if count > 1:
-            raise UserError(f"--wordsim: {count} files are the benchmark {name}; give each benchmark once")
+    benchmarks = [wordsim.read_benchmark(path, label) for label, path in map(split_label, arguments)]
+    check_distinct_labels([benchmark.name for benchmark in benchmarks], "benchmarks")
     return benchmarks
 
 

@@ -140,7 +140,7 @@ def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
             names = {"model": model.label, "form": form}
             rows += [{**names, "source": "istar", **measured}, *_make_published_rows(names, measured, published)]
     frame = pd.DataFrame(rows)
-    benchmarks = {column.partition("/")[0] for column in frame.columns[3:]}
+    benchmarks = {column.rpartition("/")[0] for column in frame.columns[3:]}
     # The paper's benchmarks come first, in its order.
     ordered = [name for name in BENCHMARK_TITLES if name in benchmarks]
     ordered += sorted(benchmarks.difference(ordered))

@@ -2,7 +2,7 @@
 
 Follows section 5.2 of *Too Much in Common* (Biś et al., 2021), on SimLex-999 (Hill et al., 2015), MEN (Bruni et al.,
 2014), both parts of WordSim-353 (Agirre et al., 2009) and Stanford Rare Words (Luong et al., 2013). The files are read
-in their authors' formats.
+in their authors' formats, and other word pairs in a file of one of these formats.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError, shorten
-from istar.inputs.readers import numbered_lines
+from istar.inputs.readers import find_suffix, iterate_csv, numbered_lines
 from istar.measures.numerics import unit_vectors
 from istar.statistics.arguments import is_constant
 
@@ -41,7 +41,7 @@ class Pair(NamedTuple):
 class Benchmark:
     """A benchmark of rated word pairs, in the file's order."""
 
-    name: str  # simlex999, men, rw, wordsim_similarity, wordsim_relatedness, or wordsim353 if the part is unknown
+    name: str  # simlex999, men, rw, wordsim_similarity or wordsim_relatedness; else a label or the name of the file
     pairs: tuple[Pair, ...]
 
     def words(self) -> tuple[str, ...]:
@@ -64,79 +64,82 @@ class WordSimilarity(NamedTuple):
 
 
 class _Format(NamedTuple):
-    pattern: str  # pattern of a line; its groups are the two words and the rating
+    pattern: str  # pattern of a line; its groups are the two words, the rating and any individual ratings
     example_line: str  # a line, for error messages
-    header: str = "\n"  # start of the header line; the default starts no line
+    name_by_count: Mapping[int, str]  # the paper's benchmarks in this format, by number of pairs
 
 
-_NUMBER = r"(\d+(?:\.\d*)?)"
+_WORDS = r"([^\t]+)\t([^\t]+)\t"
+_NUMBER = r"\d{1,3}(?:\.\d*)?"
+"""Pattern of a rating. No scale reaches 1000, and years are not ratings."""
 FORMATS = {
-    "simlex999": _Format(
-        rf"([^\t]+)\t([^\t]+)\t[ANV]\t{_NUMBER}(?:\t.*)?",
-        example_line="old TAB new TAB A TAB 1.58",
-        header="word1\tword2\tPOS",
+    "simlex": _Format(
+        rf"{_WORDS}[ANV]\t({_NUMBER})(?:\t[^\t\d][^\t]*|(?:\t{_NUMBER}){{6}})?",
+        "old TAB new TAB A TAB 1.58",
+        {999: "simlex999"},
     ),
-    "men": _Format(rf"([^\t ]+) ([^\t ]+) {_NUMBER}", example_line="sun-n sunlight-n 50.0"),
-    "wordsim353": _Format(
-        rf"([^\t]+)\t([^\t]+)\t{_NUMBER}",
-        example_line="tiger TAB cat TAB 7.35",
-        header="Word 1\t",
+    "men": _Format(rf"([^\t ]+) ([^\t ]+) ({_NUMBER})", "sun-n sunlight-n 50.0", {3000: "men"}),
+    "wordsim": _Format(
+        rf"{_WORDS}({_NUMBER})", "tiger TAB cat TAB 7.35", {203: "wordsim_similarity", 252: "wordsim_relatedness"}
     ),
-    "rw": _Format(
-        rf"([^\t]+)\t([^\t]+)\t{_NUMBER}\t.*",
-        example_line="squishing TAB squirt TAB 5.88 TAB 7 TAB 7",
-    ),
+    "rw": _Format(rf"{_WORDS}({_NUMBER})((?:\t(?:{_NUMBER})?)+)", "undated TAB old TAB 5.83 TAB 7 TAB 4", {2034: "rw"}),
 }
-"""Known file formats by name, tried in this order on the first line of a file."""
+"""File formats by name, tried in this order on the first line of a file."""
 
 
-def read_benchmark(path: Path) -> Benchmark:
-    """Read the word pairs and ratings of a word similarity benchmark from a file in its authors' format.
+def read_benchmark(path: Path, label: str = "") -> Benchmark:
+    """Read word pairs and their ratings by people, of a known benchmark or of any other file in one of its formats.
 
-    - simlex999: tab-separated, the word class in column 3, the rating (0 to 10) in column 4; with or without header.
-    - men: space-separated, the rating (0 to 50) last; words or lemmas (`sun-n`); the word class is dropped.
-    - wordsim353: three tab-separated columns, the rating (0 to 10) last; with or without header.
-    - rw: tab-separated, the mean rating (0 to 10) in column 3, followed by the individual ratings.
+    - simlex: tab-separated, the word class in column 3, the rating in column 4; a text or SimLex's columns may follow.
+    - men: space-separated, the rating last; words or lemmas (`sun-n`); the word class is dropped.
+    - wordsim: three tab-separated columns, the rating last.
+    - rw: tab-separated, the mean rating in column 3, followed by the individual ratings.
 
-    The first line determines the format. The file is UTF-8; empty lines are skipped. Raises a `UserError` if the file
+    The first line determines the format. Empty lines, headers that begin with `word1` or `Word 1`, and comments after
+    `#` are skipped. The columns of a `.csv` file are separated as in `iterate_csv`. Format and number of pairs name a
+    benchmark of the paper, and any other file has its own name; `label` replaces both. Raises a `UserError` if the file
     cannot be read, its format is unknown, or a line is malformed.
     """
-    lines = {number: line.rstrip() for number, line in numbered_lines(path) if line.strip()}
+    records = numbered_lines(path)
+    if find_suffix(path) == ".csv":
+        records = ((number, "\t".join(fields)) for number, fields in iterate_csv(path))
+    no_pair = re.compile(r"\s*$|#|word[ _]?1(?!\d)", re.IGNORECASE)
+    lines = [(number, line.rstrip()) for number, line in records if not no_pair.match(line)]
     if not lines:
-        raise UserError(f"{path}: the file is empty; expected pairs of words with ratings")
-    name = _detect_format(path, lines)
-    line_format = FORMATS[name]
+        raise UserError(f"{path}: the file is empty, or no lines follow the header; expected word pairs with ratings")
+    formats = [name for name, line_format in FORMATS.items() if _parse_line(lines[0][1], line_format)] or list(FORMATS)
     pairs: list[Pair] = []
-    for line_number, line in lines.items():
-        if not pairs and line.startswith(line_format.header):
-            continue
-        match = re.fullmatch(line_format.pattern, line)
-        if match is None:
+    for line_number, line in lines:
+        pair = _parse_line(line, FORMATS[formats[0]])
+        if pair is None:
+            examples = "; ".join(f"{name}: {FORMATS[name].example_line}" for name in formats)
             raise UserError(
-                f"{path}, line {line_number}: {shorten(line, 60)!r} is not a line of {name}; expected two words and a "
-                f"rating, as in {line_format.example_line}"
+                f"{path}, line {line_number}: {shorten(line, 60)!r} is not a line of {' or '.join(formats)}; "
+                f"expected two words and a rating below 1000, as in {examples}; a header begins with word1"
             )
-        pairs.append(Pair(match[1].strip(), match[2].strip(), float(match[3])))
-    if not pairs:
-        raise UserError(f"{path}: no lines follow the header; expected pairs of words with ratings")
-    if name == "men":
+        pairs.append(pair)
+    if formats[0] == "men":
         pairs = _strip_word_classes(pairs)
-    # Only the file's name tells the two parts of WordSim-353 apart.
-    part = next((part for part in ("similarity", "relatedness") if part in path.name.lower()), "")
-    return Benchmark(f"wordsim_{part}" if name == "wordsim353" and part else name, tuple(pairs))
+    return Benchmark(_name_pairs(path, label, len(pairs), FORMATS[formats[0]]), tuple(pairs))
 
 
-def _detect_format(path: Path, lines: Mapping[int, str]) -> str:
-    """Return the name of the first known format that fits the first line of a file."""
-    line_number, first_line = next(iter(lines.items()))
-    for name, line_format in FORMATS.items():
-        if first_line.startswith(line_format.header) or re.fullmatch(line_format.pattern, first_line):
-            return name
-    examples = "; ".join(f"{name}: {line_format.example_line}" for name, line_format in FORMATS.items())
-    raise UserError(
-        f"{path}, line {line_number}: {shorten(first_line, 60)!r} is not a line of a known benchmark; expected one of "
-        f"{examples}"
-    )
+def _name_pairs(path: Path, label: str, num_pairs: int, line_format: _Format) -> str:
+    """Return a benchmark's name, which `label` may write differently, or a name that no benchmark of the paper has."""
+    names = [name for known_format in FORMATS.values() for name in known_format.name_by_count.values()]
+    letters = "".join(filter(str.isalnum, (label or path.name).lower()))
+    known_name = {name.replace("_", ""): name for name in names}.get(letters)
+    if label:
+        return known_name or label
+    return line_format.name_by_count.get(num_pairs, f"{path.name} ({num_pairs} pairs)" if known_name else path.name)
+
+
+def _parse_line(line: str, line_format: _Format) -> Pair | None:
+    """Return the pair in a line; None if the line has another format, or a mean outside of the individual ratings."""
+    match = re.fullmatch(line_format.pattern, line)
+    if match is None:
+        return None
+    rating, ratings = float(match[3]), [float(text) for text in match[match.re.groups].split()]
+    return Pair(match[1].strip(), match[2].strip(), rating) if min(ratings) <= rating <= max(ratings) else None
 
 
 def _strip_word_classes(pairs: list[Pair]) -> list[Pair]:

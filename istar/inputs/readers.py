@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Table:
 
 
 def read_csv(path: Path) -> Table:
-    """Open comma-separated values with a header."""
+    """Open values with a header, separated as in `iterate_csv`."""
     return _make_delimited_table(path, iterate_csv(path))
 
 
@@ -63,13 +64,21 @@ def read_tsv(path: Path, header: Sequence[str] = ()) -> Table:
 
 
 def iterate_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the fields of each record of comma-separated values, the header included."""
+    """Yield the line number and the fields of each record of comma-separated values, the header included.
+
+    Semicolons or tabs separate instead if they alone are in the header, or if Excel's first line is `sep=;`.
+    """
+    text = read_text(path)
+    header = next(re.finditer(r'(?:"[^"]*"|[^"\r\n])+', text), [""])[0]
+    excel_line = re.fullmatch('"?sep=(.)"?', header, re.IGNORECASE)
+    separators = [separator for separator in ",;\t" if separator in re.sub('"[^"]*"', "", header)]
+    separator = excel_line[1] if excel_line else separators[0] if len(separators) == 1 else ","
     # Without `strict`, an unclosed quote would silently absorb the rest of the file.
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     line = 1
     try:
         for fields in reader:
-            if fields:
+            if fields and not (excel_line and line == 1):
                 yield line, fields
             line = reader.line_num + 1  # quoted fields may span several lines
     except csv.Error as error:

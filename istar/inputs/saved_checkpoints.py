@@ -77,10 +77,10 @@ def parse_models(arguments: Sequence[str]) -> list[ModelArgument]:
 
 
 def check_distinct_labels(labels: Sequence[str], noun: str = "models") -> None:
-    """Raise a `UserError` if two models or trainings have the same label."""
+    """Raise a `UserError` if two models, trainings or benchmarks have the same label."""
     for label, count in Counter(labels).items():
         if count > 1:
-            raise UserError(f"several {noun} are called {label}; give them names, as in first=<folder or model>")
+            raise UserError(f"several {noun} are called {label}; give them names, as in first=<path or id>")
 
 
 @dataclass(frozen=True)

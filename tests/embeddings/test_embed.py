@@ -70,7 +70,7 @@ def write_files(folder: Path) -> list[str]:
     (folder / "MEN.txt").write_text("".join(f"{a} {b} {5 * rating}\n" for a, b, rating in PAIRS) + "cat unheard 1\n")
     (folder / "SimLex.txt").write_text("".join(f"{a}\t{b}\tN\t{10 - rating}\n" for a, b, rating in PAIRS[1:]))
     (folder / "text.txt").write_text(TEXT)
-    return ["--wordsim", str(folder / "MEN.txt"), "--wordsim", str(folder / "SimLex.txt")]
+    return ["--wordsim", f"men={folder / 'MEN.txt'}", "--wordsim", str(folder / "SimLex.txt")]
 
 
 def get_embeddings(kind: str = "bert") -> np.ndarray:
@@ -290,7 +290,7 @@ def input_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--forms", "raw,centred"], "--forms=centred is not known; did you mean centered?"),
         (["--wordsim", "nowhere"], "nowhere"),
         (["--text", "nowhere"], "there is no nowhere"),
-        (["--wordsim", "MEN,MEN"], "2 files are the benchmark men; give each benchmark once"),
+        (["--wordsim", "MEN,MEN"], "several benchmarks are called MEN.txt; give them names, as in first=<path or id>"),
         (["SECOND", "--form", "centered"], "--form is for a single model; remove it, or call istar embed for each"),
         (["SECOND", "--save", "matrix"], "--save is for a single model"),
         (["FIRST"], "is given twice; give each model once"),

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(folder: Path, label: str = "tiny", kind: str = "bert", **settings: Any) -> ModelEmbeddings:
-    benchmarks = embed_models.read_benchmarks([folder / "MEN.txt", folder / "SimLex.txt"])
+    benchmarks = embed_models.read_benchmarks([f"men={folder / 'MEN.txt'}", f"SimLex-999={folder / 'SimLex.txt'}"])
     texts = corpus.parse_sources([str(folder / "text.txt")])
     model = ModelArgument(label, str(folder / kind))
     return embed_models.measure_embeddings(model, embed_models.EmbeddingSettings(**settings), benchmarks, texts)
@@ -145,14 +145,14 @@ def test_the_papers_numbers_stand_only_next_to_what_the_paper_measured(
 
 def test_undefined_correlations_are_explained(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "MEN.txt").write_text("cat dog 4\nhouse garden 4\ncat garden 4\n")
-    (tmp_path / "rw.txt").write_text("unheard\twords\t3\t1\n")
+    (tmp_path / "rw.txt").write_text("unheard\twords\t3\t3\n")
     benchmarks = embed_models.read_benchmarks([tmp_path / "MEN.txt", tmp_path / "rw.txt"])
     model = ModelArgument("m", str(folder / "bert"))
     measured = embed_models.measure_embeddings(model, embed_models.EmbeddingSettings(forms=("raw",)), benchmarks)
     sheet = embed_tables.make_table2([measured])
     assert sheet.notes == (
-        "m: rw: 0 of 1 pairs have vectors for both words; a correlation needs at least 2",
-        "m: men, raw: cosine: the rating is constant; inner product: the rating is constant",
+        "m: rw.txt: 0 of 1 pairs have vectors for both words; a correlation needs at least 2",
+        "m: MEN.txt, raw: cosine: the rating is constant; inner product: the rating is constant",
     )
     assert [entry.text for entry in sheet.rows[0][2:]] == ["\u2013"] * 4 + ["1"]
 

@@ -41,25 +41,46 @@ def test_the_authors_files_are_read(real_data, name):
 
 SIMLEX = "old\tnew\tA\t1.58\t2.72\t2.81\t2\t7.25\t1\t0.41"
 VALID_TEXTS = {
-    "header": ("word1\tword2\tPOS\tSimLex999\tconc(w1)\n" + SIMLEX, "simlex999", ("old", "new", 1.58)),
-    "short": ("old\tnew\tN\t1.58\n", "simlex999", ("old", "new", 1.58)),
-    "carriage returns": (f"{SIMLEX}\r\n\r\n{SIMLEX}\r\n", "simlex999", ("old", "new", 1.58)),
-    "byte-order mark": ("\ufefftiger\tcat\t7.35\n", "wordsim353", ("tiger", "cat", 7.35)),
-    "spaces behind": ("tiger\tcat\t7.35  \n", "wordsim353", ("tiger", "cat", 7.35)),
-    "space behind columns by spaces": ("sun-n moon-n 50 \nsun-n sea-n 5\n", "men", ("sun", "moon", 50.0)),
-    "wordsim header": ("Word 1\tWord 2\tHuman (mean)\ntiger\tcat\t7.35\n", "wordsim353", ("tiger", "cat", 7.35)),
-    "natural": ("sun sunlight 50.000000\nx-n off-n 1\n", "men", ("sun", "sunlight", 50.0)),
-    "lemmas": ("sun-n well-known-j 50\n", "men", ("sun", "well-known", 50.0)),
-    "one rating": ("squishing\tsquirt\t5.88\t7\n", "rw", ("squishing", "squirt", 5.88)),
-    "accents": ("café\tcrème brûlée\t5.0\n", "wordsim353", ("café", "crème brûlée", 5.0)),
+    "header": ("word1\tword2\tPOS\tSimLex999\tconc(w1)\n" + SIMLEX, ("old", "new", 1.58)),
+    "short": ("old\tnew\tN\t1.58\n", ("old", "new", 1.58)),
+    "carriage returns": (f"{SIMLEX}\r\n\r\n{SIMLEX}\r\n", ("old", "new", 1.58)),
+    "byte-order mark": ("\ufefftiger\tcat\t7.35\n", ("tiger", "cat", 7.35)),
+    "spaces behind": ("tiger\tcat\t7.35  \n", ("tiger", "cat", 7.35)),
+    "space behind columns by spaces": ("sun-n moon-n 50 \nsun-n sea-n 5\n", ("sun", "moon", 50.0)),
+    "wordsim header": ("Word 1\tWord 2\tHuman (mean)\ntiger\tcat\t7.35\n", ("tiger", "cat", 7.35)),
+    "header by spaces": ("word1 word2 score\nsun sea 5\n", ("sun", "sea", 5.0)),
+    "words that begin like a header": ("wordy\tterse\t0.5\n", ("wordy", "terse", 0.5)),
+    "comments": ("# by people\n#word1\tword2\tmean\ntiger\tcat\t7.35\n# end\n", ("tiger", "cat", 7.35)),
+    "natural": ("sun sunlight 50.000000\nx-n off-n 1\n", ("sun", "sunlight", 50.0)),
+    "lemmas": ("sun-n well-known-j 50\n", ("sun", "well-known", 50.0)),
+    "a relation behind the rating": ("take\tremove\tV\t6.81\tSYNONYMS\n", ("take", "remove", 6.81)),
+    "one individual rating": ("squishing\tsquirt\t7\t7\n", ("squishing", "squirt", 7.0)),
+    "a missing individual rating": ("squishing\tsquirt\t5.5\t7\t\t4\n", ("squishing", "squirt", 5.5)),
+    "accents": ("café\tcrème brûlée\t5.0\n", ("café", "crème brûlée", 5.0)),
 }
 
 
-@pytest.mark.parametrize(("text", "name", "first_pair"), VALID_TEXTS.values(), ids=VALID_TEXTS)
-def test_each_format_is_recognized(tmp_path, text, name, first_pair):
+@pytest.mark.parametrize(("text", "first_pair"), VALID_TEXTS.values(), ids=VALID_TEXTS)
+def test_each_format_is_recognized(tmp_path, text, first_pair):
     benchmark = read_benchmark(write_file(tmp_path, text))
-    assert benchmark.name == name
+    assert benchmark.name == "pairs.txt"
     assert benchmark.pairs[0] == Pair(*first_pair)
+    assert "#" not in "".join(benchmark.words())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "access,gateway,3.79\nice cream,cold,8\n",
+        'Word 1;Word 2;"Human (mean)"\r\naccess;gateway;3.79\r\n"ice cream";cold;8\r\n',
+        "access\tgateway\t3.79\nice cream\tcold\t8\n",
+        "word1,word2,POS,SimLex999\naccess,gateway,N,3.79\nice cream,cold,A,8\n",
+    ],
+)
+def test_csv_files_have_the_same_columns(tmp_path, text):
+    benchmark = read_benchmark(write_file(tmp_path, text, "MTURK-771.csv"))
+    expected = (Pair("access", "gateway", 3.79), Pair("ice cream", "cold", 8.0))
+    assert benchmark == Benchmark("MTURK-771.csv", expected)
 
 
 def test_natural_forms_keep_a_suffix_like_a_word_class(tmp_path):
@@ -67,23 +88,71 @@ def test_natural_forms_keep_a_suffix_like_a_word_class(tmp_path):
     assert benchmark.words() == ("sun", "sunlight", "x-n", "off-n")
 
 
-def test_a_part_of_wordsim_is_known_by_the_files_name(tmp_path):
-    assert read_benchmark(write_file(tmp_path, "a\tb\t1\n", "My_Similarity.tsv")).name == "wordsim_similarity"
-    assert read_benchmark(write_file(tmp_path, "a b 1\n", "relatedness.txt")).name == "men"
+LINES = {"simlex": "{}\tb\tV\t1\tX\n", "men": "{} b 1\n", "wordsim": "{}\tb\t1\n", "rw": "{}\tb\t1\t0\t2\n"}
+
+
+@pytest.mark.parametrize(
+    ("line_format", "count", "file", "name"),
+    [
+        ("simlex", 999, "a.txt", "simlex999"),
+        ("simlex", 998, "SimLex-999.txt", "SimLex-999.txt"),
+        ("simlex", 998, "SimLex-999", "SimLex-999 (998 pairs)"),
+        ("simlex", 3500, "SimVerb-3500.txt", "SimVerb-3500.txt"),
+        ("simlex", 3000, "SimVerb-3000-test.txt", "SimVerb-3000-test.txt"),
+        ("men", 3000, "a", "men"),
+        ("men", 65, "RG-65.txt", "RG-65.txt"),
+        ("men", 2000, "MEN", "MEN (2000 pairs)"),
+        ("men", 999, "b", "b"),
+        ("wordsim", 203, "a", "wordsim_similarity"),
+        ("wordsim", 252, "similarity.txt", "wordsim_relatedness"),
+        ("wordsim", 353, "combined.tab", "combined.tab"),
+        ("wordsim", 771, "mturk-similarity.tsv", "mturk-similarity.tsv"),
+        ("wordsim", 999, "simlex999", "simlex999 (999 pairs)"),
+        ("rw", 2034, "a", "rw"),
+        ("rw", 2033, "rw", "rw (2033 pairs)"),
+    ],
+)
+def test_format_and_number_of_pairs_name_a_benchmark(tmp_path, line_format, count, file, name):
+    text = "".join(LINES[line_format].format(f"a{index}") for index in range(count))
+    assert read_benchmark(write_file(tmp_path, text, file)).name == name
+    # A header, comments and empty lines are not pairs.
+    with_other_lines = write_file(tmp_path, f"word1\tword2\tscore\n\n{text}# {count} pairs\n", file)
+    assert read_benchmark(with_other_lines).name == name
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [("mine", "mine"), ("MEN", "men"), ("SimLex-999", "simlex999"), ("wordsim similarity", "wordsim_similarity")],
+)
+def test_a_label_is_the_name(tmp_path, label, name):
+    assert read_benchmark(write_file(tmp_path, "a\tb\t1\n"), label).name == name
 
 
 BROKEN_TEXTS = {
     "columns": (
         "tiger\tcat\t7.35\ntiger cat 7.35\n",
-        r"line 2: 'tiger cat 7.35' is not a line of wordsim353; expected two",
+        r"line 2: 'tiger cat 7.35' is not a line of wordsim; expected two",
     ),
-    "cut": (f"{SIMLEX}\nold\tnew", "line 2: 'old new' is not a line of simlex999; expected two words and a rating"),
+    "cut": (f"{SIMLEX}\nold\tnew", "line 2: 'old new' is not a line of simlex; expected two words and"),
     "rating": ("tiger\tcat\t7.35\n\ntiger\tcat\thigh\n", "line 3: 'tiger cat high' is not a line"),
     "nan": ("tiger\tcat\t7.35\ntiger\tcat\tnan\n", "line 2: 'tiger cat nan' is not a line"),
     "word": ("tiger\tcat\t7.35\n\tcat\t3\n", "line 2: 'cat 3' is not a line"),
     "header alone": ("Word 1\tWord 2\tHuman (mean)\n", "no lines follow the header"),
     "empty": ("\n \n", "the file is empty"),
-    "other": ("index,sentence,label\n", "line 1: 'index,sentence,label' is not a line of a known benchmark"),
+    "other": (
+        "index,sentence,label\n",
+        "line 1: 'index,sentence,label' is not a line of simlex or men or wordsim or rw",
+    ),
+    "years": ("king\tqueen\t1998\n", "line 1: 'king queen 1998' is not a line .* a rating below 1000"),
+    "years and ratings": ("king\tqueen\t1998\t8.5\n", "line 1: 'king queen 1998 8.5' is not a line"),
+    "counts and ratings": (
+        "king\tqueen\t57\t8.5\n",
+        "line 1: 'king queen 57 8.5' is not a line of simlex or men",
+    ),
+    "one count": ("a\tb\t5\t4\t6\nc\td\t57\t8\t2\n", "line 2: 'c d 57 8 2' is not a line of rw"),
+    "concreteness and ratings": ("king\tqueen\tN\t5.1\t8.5\n", "line 1: 'king queen N 5.1 8.5' is not a line"),
+    "unknown header": ("first\tsecond\tmean\na\tb\t1\n", "line 1: 'first second mean' .* a header begins with word1"),
+    "commas": ("access,gateway,3.79\n", "line 1: 'access,gateway,3.79' is not a line"),
     "long": ("x" * 5000, "line 1: 'x+\\.\\.\\.' is not a line"),
 }
 
@@ -95,7 +164,7 @@ def test_an_error_names_file_and_line(tmp_path, text, message):
         read_benchmark(path)
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < len(str(path)) + 300
+    assert len(str(caught.value)) < len(str(path)) + 400
 
 
 def test_files_that_cannot_be_read(tmp_path):

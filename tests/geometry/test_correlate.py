@@ -16,6 +16,7 @@ from istar.geometry.correlation import correlate as correlating
 from istar.geometry.correlation import correlation_tables
 from istar.geometry.correlation.correlate import Selection, correlate, correlate_series, resample_correlations
 from istar.geometry.correlation.correlation_tables import make_correlation_table
+from istar.geometry.correlation.score_files import read_scores
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 
@@ -283,6 +284,46 @@ def test_a_measure_is_drawn_against_the_scores(tmp_path: Path) -> None:
     }
 
 
+# ---- spreadsheets
+
+
+def write_as_spreadsheet(text: str, separator: str, decimal: str) -> str:
+    """Return a CSV text with other separators and decimal marks."""
+    rows = [
+        [cell.replace(".", decimal) if cell[-1].isdecimal() and "." in cell else cell for cell in line.split(",")]
+        for line in text.splitlines()
+    ]
+    quoted = [[f'"{cell}"' if separator in cell else cell for cell in row] for row in rows]
+    return "".join(separator.join(row) + "\r\n" for row in quoted)
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff", "\ufeffsep={}\r\n"])
+@pytest.mark.parametrize(("separator", "decimal"), [(";", ","), (";", "."), ("\t", ","), ("\t", "."), (",", ",")])
+def test_tables_of_spreadsheets_are_read(tmp_path: Path, separator: str, decimal: str, start: str) -> None:
+    geometry, scores, *_ = simulate_training()
+    assert run(tmp_path, geometry, scores) == 0
+    expected = (tmp_path / "out" / "correlation.csv").read_text()
+    texts = [start.format(separator) + write_as_spreadsheet(text, separator, decimal) for text in (geometry, scores)]
+    assert run(tmp_path, *texts) == 0
+    assert (tmp_path / "out" / "correlation.csv").read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (["1000;45,123;46,2", "2000;46,123;"], [45.123, 46.2, 46.123]),
+        (["1000;-0,5;1,5E-3"], [-0.5, 0.0015]),
+        (["1000;0,123;7"], [0.123, 7.0]),
+        (["1000,0;0,123;7"], [0.123, 7.0]),
+    ],
+)
+def test_decimal_commas(tmp_path: Path, rows: list[str], expected: list[float]) -> None:
+    (tmp_path / "scores.csv").write_text("\n".join(["step;a;b", *rows]))
+    scores, _ = read_scores(tmp_path / "scores.csv")
+    assert sorted(scores["score"]) == sorted(expected)
+    assert set(scores["step"]) <= {1000, 2000}
+
+
 # ---- errors
 
 GOOD = "revision,isoscore\nr1,1\nr2,2\nr3,4\n"
@@ -302,8 +343,18 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
         ("revision,isoscore,\nr1,1,2\n", SCORES, [], "geometry.csv: column 3 is unnamed; expected names for all"),
         (GOOD, "name,MR\nr1,3\n", [], "scores.csv has no column revision or step"),
         (GOOD, "revision\nr1\n", [], "there is no column of numbers"),
+        (GOOD, "revision;step\nr1;0,5\n", [], "scores.csv, line 2: there is no column of numbers"),
         (GOOD, "", [], "scores.csv has no rows"),
         (GOOD, "revision,MR\nq1,3\n", [], "no checkpoint in common: "),
+        (GOOD, "step;MR\n1000;0,5\n2000;0.6\n", [], "scores.csv, line 2: MR is '0,5'; expected a number or nothing"),
+        (GOOD, "step;MR\n1.000;0,5\n", [], "scores.csv, line 2: MR is '0,5'; expected a number or nothing"),
+        (GOOD, "step;MR\n1,000;0,5\n", [], "scores.csv, line 2: step is '1,000'; expected a number"),
+        (GOOD, "step\tMR\n1000\t45,123\n", [], "scores.csv, line 2: MR is '45,123'; expected a number or nothing"),
+        (GOOD, "step\n1000,5\n", [], "the row has 2 cells"),
+        (GOOD, "step;MR\n1000;1,234,567\n", [], "scores.csv, line 2: MR is '1,234,567'; expected a number"),
+        (GOOD, "step,MR\n1000,0,5\n", [], "scores.csv, line 2: the row has 3 cells; expected 2, as the header"),
+        (GOOD, "step;MR,acc\n1000;0,5\n", [], "scores.csv has no column revision or step"),
+        (GOOD, "sep=;\nstep;MR\n1000;high\n", [], "scores.csv, line 3: MR is 'high'; expected a number"),
         (GOOD, "step,MR\nmain,3\n", [], "scores.csv, line 2: step is 'main'; expected a number"),
         ("revision,isoscore\nstep1,1\na-step1,2\n", "step,MR\n1,3\n", [], "has several rows for a step"),
         (GOOD, SCORES, ["--measure", "isoscor"], "did you mean isoscore?"),

@@ -32,7 +32,7 @@ def make_harness_results(name: str, revision: str | None, accuracy: float) -> di
                 "acc_norm_stderr,none": "N/A", "sample_len": 1000,
             },
             "gsm8k": {"exact_match,strict-match": accuracy / 4, "exact_match_stderr,strict-match": 0.1},
-            "mmlu": {" ": " ", "alias": "mmlu"},
+            "mmlu": {" ": " ", "alias": "mmlu", "name": "mmlu", "sample_len": 114, "sample_count": {"acc,none": 114}},
         },
         "config": {"model": "hf", "model_args": arguments, "limit": None},
         "n-shot": {"sciq": 0},
@@ -98,6 +98,83 @@ def test_other_versions_of_the_harness(config: dict[str, Any], tmp_path: Path) -
         ("pythia-v1.1-70m", "step1000", "lambada_openai ppl", 4465.3),
         ("pythia-v1.1-70m", "step1000", "lambada_openai acc", 0.05),
     ]
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"alias": "mmlu", "name": "mmlu", "sample_len": 114},
+        {" ": " ", "alias": "mmlu"},
+        {"alias": "mmlu", "samples": 114, "acc": True},
+        {"sample_len": 114},
+    ],
+    ids=str,
+)
+def test_sizes_are_not_scores(group: dict[str, Any], tmp_path: Path) -> None:
+    """A group without scores, alone in its file or before tasks with scores."""
+    content: dict[str, Any] = {"results": {"mmlu": group}, "config": {"model_args": "pretrained=tiny,revision=step1"}}
+    path = write_file(tmp_path / "results_1.json", content)
+    with pytest.raises(UserError, match=r"results_1\.json holds no scores"):
+        read_scores(path)
+    # Scores of a group and its tasks have filters.
+    content["results"] |= {
+        "mmlu_stem": {**group, "acc,none": 0.3, "acc_stderr,none": 0.1},
+        "mmlu": {**group, "f1,x": 1},
+    }
+    expected = {("tiny", "step1", "mmlu f1 x", 1.0), ("tiny", "step1", "mmlu_stem acc", 0.3)}
+    assert set(read_records(write_file(path, content))) == expected
+
+
+def test_a_file_with_shots_is_not_of_an_old_version(tmp_path: Path) -> None:
+    content = {"results": {"mmlu": {"questions": 114}}, "n-shot": {"mmlu": 5}, "configs": {}}
+    with pytest.raises(UserError, match="holds no scores"):
+        read_scores(write_file(tmp_path / "results_1.json", content))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("pretrained=org/base,peft=/ckpt/checkpoint-500", ("", "checkpoint-500")),
+        ("peft=/ckpt/checkpoint-500/,pretrained=org/base,revision=step1000", ("", "checkpoint-500")),
+        ("pretrained=org/base,revision=step1000,peft=runs/a/checkpoint-500", ("", "checkpoint-500")),
+        ("pretrained=org/base,revision=step1000,lora_local_path=ckpt/checkpoint-500", ("", "checkpoint-500")),
+        ("pretrained=org/base,delta=./delta-5,revision=step1000", ("", "delta-5")),
+        # The harness loads an adapter from the hub at the revision.
+        ("pretrained=org/base,peft=org/adapter,revision=step500", ("adapter", "step500")),
+        (
+            {"pretrained": "org/base", "peft": "org/adapter", "revision": "step500", "lora_local_path": None},
+            ("adapter", "step500"),
+        ),
+        ({"pretrained": "org/base", "lora_local_path": "/ckpt/checkpoint-500", "peft": None}, ("", "checkpoint-500")),
+        ("pretrained=org/base,peft=,delta=None,revision=step1000", ("base", "step1000")),
+        ("pretrained='org/base', revision=\"step1000\"", ("base", "step1000")),
+        ("pretrained=org/base,tokenizer=org/other,revision=step1000", ("base", "step1000")),
+        ("pretrained=org/base,subfolder=checkpoint-500", ("", "checkpoint-500")),
+        ("pretrained=org/base,subfolder=one,peft=org/adapter", ("", "adapter")),
+        ("model=named,base_url=http://localhost:8000/v1", ("", "named")),
+        (None, ("", "named")),
+    ],
+    ids=str,
+)
+def test_one_rule_names_the_model(arguments: Any, expected: tuple[str, str], tmp_path: Path) -> None:
+    """An adapter is measured, not the model that it changes; the harness itself names `named`."""
+    content = {"results": {"sciq": {"acc,none": 0.4}}, "config": {"model": "hf", "model_args": arguments}}
+    [record] = read_records(write_file(tmp_path / "results_1.json", content | {"model_name": "named"}))
+    assert record[:2] == expected
+
+
+def test_two_adapters_are_two_checkpoints(tmp_path: Path) -> None:
+    for step in (500, 1000):
+        results = make_harness_results(f"org/base,peft=/ckpt/checkpoint-{step}", "step1000", step / 2000)
+        write_file(tmp_path / f"results_{step}.json", results)
+    base = write_file(tmp_path / "results_base.json", make_harness_results("org/base", "step1000", 0.9))
+    assert {record for record in read_records(tmp_path) if record[2] == "sciq acc"} == {
+        ("checkpoint-500", "main", "sciq acc", 0.25),
+        ("checkpoint-1000", "main", "sciq acc", 0.5),
+        ("base", "step1000", "sciq acc", 0.9),
+    }
+    base.unlink()
+    assert {record[:2] for record in read_records(tmp_path)} == {("", "checkpoint-500"), ("", "checkpoint-1000")}
 
 
 def test_a_folder_of_mteb(tmp_path: Path) -> None:

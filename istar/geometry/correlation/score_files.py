@@ -1,6 +1,7 @@
 """Task scores from result files of lm-evaluation-harness and MTEB, or from CSV tables with a row per checkpoint."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import pandas as pd
 from istar.errors import UserError, shorten
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import unescape_cell
+from istar.inputs.hub import is_hub_id
 from istar.inputs.readers import iterate_csv
 from istar.inputs.saved_checkpoints import step_from_name
 from istar.records.identity import shorten_model_name
@@ -22,6 +24,8 @@ _MODEL_FILE = "model_meta.json"
 _MISSING_REVISIONS = ("None", "no_revision_available", "external")
 """Values that MTEB writes for a model without a revision."""
 _DEFAULT_REVISION = "main"
+_DECIMAL_COMMA = r"^([-+]?(?:0|\d{4,}|\d+(?!,\d{3}$))),(\d+(?:[eE][-+]?\d+)?)$"
+"""Pattern of a number with a comma that does not separate thousands, unlike the comma in 45,123."""
 
 
 class Score(NamedTuple):
@@ -99,19 +103,24 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
     `results` has the metrics by task, as `acc,none` (metric and filter) or, in files of versions before 0.4, as `acc`,
     and their standard errors as `acc_stderr,none` or `acc_stderr`. A score is named by its task, metric and filter, as
     in `sciq acc` or `gsm8k exact_match strict-match`. The model and its revision are in `model_args` in `config`, a
-    string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is `model_name`.
+    string such as `pretrained=<name>,revision=<name>` or a mapping; without a name there, the model is `model_name`. A
+    subfolder is part of the name. An adapter there is the model, which has the revision only if it is on the hub.
     """
     config = content.get("config")
     model_args = config.get("model_args") if isinstance(config, dict) else None
     if isinstance(model_args, str):
         pairs = (part.partition("=") for part in model_args.split(","))
-        model_args = {key.strip(): value.strip() for key, _, value in pairs}
+        model_args = {key.strip(): value.strip(" '\"") for key, _, value in pairs if value.strip() != "None"}
     model_args = model_args if isinstance(model_args, dict) else {}
-    model = str(model_args.get("pretrained") or content.get("model_name") or "")
-    revision = str(model_args.get("revision") or "")
+    adapter = next((str(model_args[key]) for key in ("peft", "lora_local_path", "delta") if model_args.get(key)), "")
+    names = (model_args.get("pretrained") or content.get("model_name"), model_args.get("subfolder"))
+    model = adapter or "/".join(str(name) for name in names if name)
+    is_folder = adapter and (model_args.get("lora_local_path") or not is_hub_id(adapter))
+    revision = "" if is_folder else str(model_args.get("revision") or "")
+    # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
+    keys = {*content, *(key for metrics in content["results"].values() for key in metrics)}
+    has_filters = not keys.isdisjoint(("configs", "alias", "sample_len")) or any("," in key for key in keys)
     for task, metrics in content["results"].items():
-        # Since version 0.4 the name of each metric ends in a filter; numbers without a filter are not metrics.
-        has_filters = any("," in key for key in metrics)
         for key, value in metrics.items():
             metric, _, filter_name = key.partition(",")
             if metric.endswith("_stderr") or not _is_finite_number(value) or (has_filters and not filter_name):
@@ -161,6 +170,7 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
 
     The index says where each row is, for error messages. A model is named by the last part of its name: a folder and a
     hub id are the same model. A step is a number or, without one, the n of a revision `step<n>`; NaN if it is unknown.
+    Numbers may have decimal commas, if none has a decimal point and not all commas may separate thousands.
 
     Raises a `UserError` if the file cannot be read, is not a table, has a column without a name, or lacks both columns
     `revision` and `step`.
@@ -183,6 +193,11 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
     table = pd.DataFrame.from_dict(rows, orient="index", columns=header)
     if not {"revision", "step"} & set(header):
         raise UserError(f"{path} has no column revision or step; expected one that names the checkpoints")
+    texts = "\n".join(cell for row in rows.values() for cell in row)
+    if re.search(_DECIMAL_COMMA, texts, re.M) and not re.search(r"^[-+]?\d*\.\d*([eE][-+]?\d+)?$", texts, re.M):
+        columns = table.columns.difference(["model", "revision"])
+        patterns = {name: _DECIMAL_COMMA if name == "step" else r"^([-+]?\d+),([\deE+-]+)$" for name in columns}
+        table = table.replace(patterns, r"\1.\2", regex=True)
     return _complete_checkpoint_columns(table)
 
 
