@@ -5,6 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import torch
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+
 from istar.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,11 +91,29 @@ def _split_text(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
-    """Return the ids of the special tokens that a tokenizer adds before and after a text."""
-    text_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
-    all_ids = tokenizer("a")["input_ids"]
-    start = next(index for index in range(len(all_ids)) if all_ids[index : index + len(text_ids)] == text_ids)
-    return all_ids[:start], all_ids[start + len(text_ids) :]
+    """Return the ids of the special tokens that a fast tokenizer adds before and after a text."""
+    encoding = _encode_single_tokens(tokenizer, 0, num_texts=1)
+    position = encoding.sequence_ids.index(0)
+    return encoding.ids[:position], encoding.ids[position + 1 :]
+
+
+def make_trial_inputs(
+    tokenizer: "PreTrainedTokenizerBase", num_texts: int = 1, with_token_types: bool = True
+) -> dict[str, Tensor]:
+    """Return a model's inputs for a text of one ordinary token, or a pair of them, with the special tokens, `(1, n)`."""
+    token_id = min(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    encoding = _encode_single_tokens(tokenizer, token_id, num_texts)
+    columns = {"input_ids": encoding.ids, "attention_mask": encoding.attention_mask}
+    if with_token_types:
+        columns["token_type_ids"] = encoding.type_ids
+    return {name: torch.tensor([columns[name]]) for name in columns if name in tokenizer.model_input_names}
+
+
+def _encode_single_tokens(tokenizer: "PreTrainedTokenizerBase", token_id: int, num_texts: int) -> Encoding:
+    """Encode texts of one token, whatever the vocabulary is, with the special tokens that the tokenizer adds."""
+    encoder = Tokenizer(WordLevel({"a": token_id}, unk_token="a"))
+    encoder.post_processor = tokenizer.backend_tokenizer.post_processor
+    return encoder.encode(*["a"] * num_texts)
 
 
 def count_text_tokens(length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:
