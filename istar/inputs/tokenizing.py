@@ -100,7 +100,7 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
 def make_trial_inputs(
     tokenizer: "PreTrainedTokenizerBase", num_texts: int = 1, with_token_types: bool = True
 ) -> dict[str, Tensor]:
-    """Return a model's inputs for a text of one ordinary token, or a pair of them, with the special tokens, `(1, n)`."""
+    """Return a model's inputs, `(1, tokens)`, for a text or a pair of texts of one ordinary token each."""
     token_id = min(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     encoding = _encode_single_tokens(tokenizer, token_id, num_texts)
     columns = {"input_ids": encoding.ids, "attention_mask": encoding.attention_mask}
