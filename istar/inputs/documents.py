@@ -11,8 +11,17 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from istar.errors import UserError, shorten
+from istar.files.folders import list_visible
 from istar.files.writing import atomic_write
-from istar.inputs.readers import READERS, Table, find_suffix, make_table, numbered_lines, read_saved_dataset
+from istar.inputs.readers import (
+    READERS,
+    Table,
+    find_suffix,
+    list_saved_splits,
+    make_table,
+    numbered_lines,
+    open_saved_dataset,
+)
 from istar.inputs.tokenizing import chunks
 
 BEGINNING_BYTES = 2**26
@@ -44,7 +53,7 @@ def read_documents(path: Path) -> Iterator[str]:
     suffix = find_suffix(path)
     documents: Iterator[str]
     if (path / "state.json").is_file():
-        documents = _iterate_column(read_saved_dataset(path))
+        documents = iterate_texts(open_saved_dataset(path), str(path))
     elif path.is_dir():
         documents = (document for file in list_corpus_files(path) for document in read_documents(file))
     elif suffix in READERS:
@@ -65,9 +74,11 @@ def list_corpus_files(path: Path) -> list[Path]:
     if not path.is_dir() or (path / "state.json").is_file():
         return [path]
     # A `.json` file in a folder usually describes the others.
-    files = sorted(file for file in path.iterdir() if is_corpus_file(file) and file.suffix.lower() != ".json")
+    files = [file for file in list_visible(path) if is_corpus_file(file) and file.suffix.lower() != ".json"]
     if not files:
-        raise UserError(f"{path} holds no text: expected .txt, .jsonl or .parquet files, or a saved data set")
+        splits = " or ".join(str(path / name) for name in list_saved_splits(path))
+        expected = f"one of its splits, {splits}" if splits else ".txt, .jsonl or .parquet files, or a saved data set"
+        raise UserError(f"{path} holds no text: expected {expected}")
     return files
 
 
@@ -97,20 +108,31 @@ def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Data
 
 
 def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
-    """Return a SHA-256 digest of the content of a file, or of the names and contents of all files below a folder.
+    """Return a SHA-256 digest of the content of a file, or of a folder's files that contain documents and their names.
 
-    Reading stops after `max_bytes`; what follows counts by the sizes of the files.
+    Reading stops after `max_bytes`; what follows counts by the sizes of the files. Raises a `UserError` if a folder
+    contains no documents.
     """
     digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            name = file.relative_to(path) if file != path else file.suffix
-            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb") as stream:
-                while content := stream.read(min(max_bytes, _DIGEST_BLOCK)):
-                    digest.update(content)
-                    max_bytes -= len(content)
+    for file in _list_read_files(path):
+        name = file.relative_to(path) if file != path else file.suffix
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while content := stream.read(min(max_bytes, _DIGEST_BLOCK)):
+                digest.update(content)
+                max_bytes -= len(content)
     return digest.hexdigest()
+
+
+def _list_read_files(path: Path) -> Iterator[Path]:
+    """Yield the files from which `read_documents` reads: a file itself, or all of a folder or a saved data set."""
+    for file in list_corpus_files(path):
+        if file != path:
+            yield from _list_read_files(file)
+        elif path.is_dir():
+            yield from (path / Path(shard["filename"]).name for shard in open_saved_dataset(path).cache_files)
+        else:
+            yield path
 
 
 def iterate_texts(dataset: Dataset | IterableDataset, source: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, Features, IterableDataset, Value, load_from_disk
 
 from istar.errors import UserError, shorten
+from istar.files.folders import list_visible
 from istar.files.parsing import parse_json
 from istar.files.writing import refuse_special_file
 
@@ -163,13 +164,17 @@ def _read_class_names(schema: pa.Schema, path: Path) -> dict[str, list[str]]:
     return class_names
 
 
-def read_saved_dataset(folder: Path) -> Table:
+def open_saved_dataset(folder: Path) -> Dataset:
     """Open one split of a data set that `save_to_disk` wrote to a folder."""
     try:
-        dataset = load_from_disk(str(folder))
+        return load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:  # pyarrow, json and datasets raise many types for damaged folders
         raise UserError(f"{folder}: not a readable saved data set: {shorten(error)}") from error
-    return make_table(dataset, str(folder))
+
+
+def list_saved_splits(folder: Path) -> list[str]:
+    """Return the names of the splits that `DatasetDict.save_to_disk` wrote to a folder."""
+    return [path.parent.name for path in list_visible(folder, "*/state.json")]
 
 
 def make_table(dataset: Dataset | IterableDataset, source: str) -> Table:
