@@ -21,7 +21,6 @@ from yaml import YAMLError
 
 from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, StoppedError, UserError, did_you_mean, explain_system_error
-from istar.files.folders import list_visible
 from istar.finetune.runs import extras, launch
 from istar.finetune.runs.extras import fast_imports
 from istar.finetune.sweeps.trials import allow_options_without_key
@@ -184,7 +183,7 @@ def find_mistake_in_files(error: Exception) -> str:
     """Return a line about the file below `--config-dir` with an error of Hydra that names no file, or ""."""
     arguments = [part for argument in sys.argv for part in argument.split("=", 1)]
     folders = [Path(value) for option, value in pairwise(arguments) if option in ("--config-dir", "-cd")]
-    for path in (path for folder in folders for path in list_visible(folder, "**/*.yaml")):
+    for path in sorted(path for folder in folders for path in folder.rglob("*.yaml")):
         content = path.read_bytes()
         if isinstance(error, UnicodeDecodeError):
             try:

@@ -22,6 +22,12 @@ def list_visible(folder: Path, pattern: str = "*") -> list[Path]:
     return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
+def describe_saved_splits(folder: Path) -> str:
+    """Return the end of an error message, with the paths of the splits that `DatasetDict.save_to_disk` wrote."""
+    splits = ", ".join(str(path.parent) for path in list_visible(folder, "*/state.json"))
+    return f"; it has the saved splits {splits}" if splits else ""
+
+
 def is_model_folder(folder: Path) -> bool:
     """Return whether a folder contains a model of `save_pretrained`, or adapters that peft wrote without a config."""
     return any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG_FILE))

@@ -5,23 +5,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from istar.errors import UserError, shorten
-from istar.files.folders import list_visible
+from istar.files.folders import describe_saved_splits, list_visible
 from istar.files.writing import atomic_write
-from istar.inputs.readers import (
-    READERS,
-    Table,
-    find_suffix,
-    list_saved_splits,
-    make_table,
-    numbered_lines,
-    open_saved_dataset,
-)
+from istar.inputs.readers import READERS, Table, find_suffix, make_table, numbered_lines, open_saved_dataset
 from istar.inputs.tokenizing import chunks
 
 BEGINNING_BYTES = 2**26
@@ -41,7 +34,7 @@ def read_documents(path: Path) -> Iterator[str]:
     - `.csv`, `.tsv`: a header with the column `text`, and a document in each row; in `.tsv`, quotes are plain text;
     - `.parquet`: a column `text` with a document in each row;
     - a folder that `Dataset.save_to_disk` wrote: a column `text` with a document in each row;
-    - another folder: the documents of its files with these suffixes, except `.json`, in alphabetical order;
+    - another folder: its files with these suffixes, except `.json` and hidden ones, in alphabetical order;
     - `.txt`, `.text`, `.md`, `.raw`, `.tokens` or no suffix: each line is one document, for example a paragraph;
     - these suffixes followed by `.gz` or `.zst`, such as `.jsonl.gz`, except of Parquet: the same, compressed.
 
@@ -76,10 +69,9 @@ def list_corpus_files(path: Path) -> list[Path]:
     # A `.json` file in a folder usually describes the others.
     files = [file for file in list_visible(path) if is_corpus_file(file) and file.suffix.lower() != ".json"]
     if not files:
-        splits = " or ".join(str(path / name) for name in list_saved_splits(path))
-        expected = f"one of its splits, {splits}" if splits else ".txt, .jsonl or .parquet files, or a saved data set"
+        expected = f".txt, .jsonl or .parquet files, or a saved data set{describe_saved_splits(path)}"
         raise UserError(f"{path} holds no text: expected {expected}")
-    return files
+    return [file for path in files for file in list_corpus_files(path)]
 
 
 def is_corpus_file(path: Path) -> bool:
@@ -114,7 +106,7 @@ def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
     contains no documents.
     """
     digest = hashlib.sha256()
-    for file in _list_read_files(path):
+    for file in chain.from_iterable(map(_list_data_files, list_corpus_files(path))):
         name = file.relative_to(path) if file != path else file.suffix
         digest.update(f"{name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
@@ -124,15 +116,10 @@ def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
     return digest.hexdigest()
 
 
-def _list_read_files(path: Path) -> Iterator[Path]:
-    """Yield the files from which `read_documents` reads: a file itself, or all of a folder or a saved data set."""
-    for file in list_corpus_files(path):
-        if file != path:
-            yield from _list_read_files(file)
-        elif path.is_dir():
-            yield from (path / Path(shard["filename"]).name for shard in open_saved_dataset(path).cache_files)
-        else:
-            yield path
+def _list_data_files(path: Path) -> list[Path]:
+    """Return a file itself, or the files with the rows of a saved data set."""
+    shards = open_saved_dataset(path).cache_files if path.is_dir() else []
+    return [path / Path(shard["filename"]).name for shard in shards] or [path]
 
 
 def iterate_texts(dataset: Dataset | IterableDataset, source: str) -> Iterator[str]:

@@ -41,7 +41,7 @@ from istar.inputs.model_files import (
     silence_transformers,
 )
 from istar.inputs.new_tokenizer import train_tokenizer
-from istar.inputs.tokenizing import find_max_input_length, make_trial_inputs
+from istar.inputs.tokenizing import find_max_input_length, make_one_token_tokenizer
 from istar.records.config import ModelConfig
 from istar.records.task_specs import TaskSpec
 
@@ -215,8 +215,8 @@ def load_model(
         with convert_to_user_errors(config), silence_transformers():
             model = auto_class.from_config(model_config, trust_remote_code=False, **options).eval()
     if not config.is_tiny:
-        inputs = make_trial_inputs(tokenizer, len(spec.text_columns), not spec.is_language_modelling)
-        _check_outputs(config.label, model, tokenizer, inputs)
+        texts = ["a"] * len(spec.text_columns)
+        _check_outputs(config.label, model, tokenizer, make_one_token_tokenizer(tokenizer)(*texts, return_tensors="pt"))
     if config.gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
         enable_checkpointing = (
@@ -256,8 +256,8 @@ def load_encoder(
     if model.config.is_encoder_decoder:
         log.warning("%s is an encoder-decoder (%s); only its encoder is read", config.label, model.config.model_type)
         model = model.get_encoder()
-    inputs = make_trial_inputs(tokenizer, with_token_types=False)
-    _check_outputs(config.label, model, tokenizer, {name: values.to(device) for name, values in inputs.items()})
+    inputs = make_one_token_tokenizer(tokenizer)("a", return_tensors="pt", return_token_type_ids=False).to(device)
+    _check_outputs(config.label, model, tokenizer, inputs)
     return model.eval()
 
 

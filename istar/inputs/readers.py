@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, Features, IterableDataset, Value, load_from_disk
 
 from istar.errors import UserError, shorten
-from istar.files.folders import list_visible
 from istar.files.parsing import parse_json
 from istar.files.writing import refuse_special_file
 
@@ -170,11 +169,6 @@ def open_saved_dataset(folder: Path) -> Dataset:
         return load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:  # pyarrow, json and datasets raise many types for damaged folders
         raise UserError(f"{folder}: not a readable saved data set: {shorten(error)}") from error
-
-
-def list_saved_splits(folder: Path) -> list[str]:
-    """Return the names of the splits that `DatasetDict.save_to_disk` wrote to a folder."""
-    return [path.parent.name for path in list_visible(folder, "*/state.json")]
 
 
 def make_table(dataset: Dataset | IterableDataset, source: str) -> Table:

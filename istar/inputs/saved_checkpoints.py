@@ -1,7 +1,6 @@
 """Models named on a command line, and the checkpoints of one training with their optimizer steps."""
 
 import csv
-import glob
 import json
 import logging
 import os
@@ -9,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -207,13 +207,9 @@ def _expand_pattern(pattern: Path) -> list[Path]:
     """Return the paths that match a glob pattern, sorted; what exists by the name of the pattern is no pattern."""
     if os.path.lexists(pattern):
         return [pattern]
-    parents, name = _expand_pattern(pattern.parent), pattern.name
-    patterns = (glob.escape(name) if os.path.lexists(parent / name) else name for parent in parents)
-    return [
-        parent / match
-        for parent, part in zip(parents, patterns, strict=True)
-        for match in sorted(glob.glob(part, root_dir=parent))  # noqa: PTH207 (Path.glob finds hidden folders, too)
-    ]
+    paths = [parent / pattern.name for parent in _expand_pattern(pattern.parent)]
+    matches = ([path] if os.path.lexists(path) else list_visible(path.parent, path.name) for path in paths)
+    return list(chain.from_iterable(matches))
 
 
 def common_name(checkpoints: Sequence[Checkpoint]) -> str:

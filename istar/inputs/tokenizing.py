@@ -5,10 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import torch
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 
 from istar.errors import UserError
 
@@ -92,28 +90,19 @@ def _split_text(text: str) -> Iterator[tuple[str, bool]]:
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the ids of the special tokens that a fast tokenizer adds before and after a text."""
-    encoding = _encode_single_tokens(tokenizer, 0, num_texts=1)
+    encoding = make_one_token_tokenizer(tokenizer)("a").encodings[0]
     position = encoding.sequence_ids.index(0)
     return encoding.ids[:position], encoding.ids[position + 1 :]
 
 
-def make_trial_inputs(
-    tokenizer: "PreTrainedTokenizerBase", num_texts: int = 1, with_token_types: bool = True
-) -> dict[str, Tensor]:
-    """Return a model's inputs, `(1, tokens)`, for a text or a pair of texts of one ordinary token each."""
+def make_one_token_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """Return a tokenizer with the same special tokens, for which any text is one ordinary token of a fast tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
     token_id = min(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
-    encoding = _encode_single_tokens(tokenizer, token_id, num_texts)
-    columns = {"input_ids": encoding.ids, "attention_mask": encoding.attention_mask}
-    if with_token_types:
-        columns["token_type_ids"] = encoding.type_ids
-    return {name: torch.tensor([columns[name]]) for name in columns if name in tokenizer.model_input_names}
-
-
-def _encode_single_tokens(tokenizer: "PreTrainedTokenizerBase", token_id: int, num_texts: int) -> Encoding:
-    """Encode texts of one token, whatever the vocabulary is, with the special tokens that the tokenizer adds."""
-    encoder = Tokenizer(WordLevel({"a": token_id}, unk_token="a"))
-    encoder.post_processor = tokenizer.backend_tokenizer.post_processor
-    return encoder.encode(*["a"] * num_texts)
+    backend = Tokenizer(WordLevel({"a": token_id}, unk_token="a"))
+    backend.post_processor = tokenizer.backend_tokenizer.post_processor
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=tokenizer.model_input_names)
 
 
 def count_text_tokens(length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:

@@ -88,11 +88,13 @@ def test_only_what_is_read_is_in_the_digest(tmp_path: Path) -> None:
     write_files(folder, *HIDDEN, "notes.md", "sub/a.txt", "a.txt~", "info.json")
     assert list(read_documents(folder)) == documents
     assert compute_content_digest(folder) == digest == parse_sources([str(folder)])[0].identify()[0]
-    # What is read counts, also in a folder with the name of a file.
+    # What is read counts, also in a folder or a saved data set with the name of a file.
     (folder / "c.txt").mkdir()
-    write_texts(folder / "c.txt" / "a.txt")
-    assert compute_content_digest(folder) != digest
-    assert len(list(read_documents(folder))) > len(documents)
+    for source, target in (("b.txt", "c.txt/a.txt"), ("a.saved", "e.jsonl")):
+        write_texts(tmp_path / source).rename(folder / target)
+        assert len(list(read_documents(folder))) == len(documents) + len(TEXTS)
+        documents, old_digest, digest = list(read_documents(folder)), digest, compute_content_digest(folder)
+        assert digest != old_digest
 
 
 def test_the_digest_of_a_saved_data_set_is_of_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +108,8 @@ def test_the_digest_of_a_saved_data_set_is_of_its_data(tmp_path: Path, monkeypat
     write_files(folder, *HIDDEN)
     assert compute_content_digest(folder) == digest
     monkeypatch.setattr("datasets.config.IN_MEMORY_MAX_SIZE", 1 << 20)
-    assert compute_content_digest(folder) == digest
+    monkeypatch.chdir(folder)
+    assert compute_content_digest(folder) == compute_content_digest(Path()) == digest
     Dataset.from_dict({**rows, "text": TEXTS[::-1]}).save_to_disk(tmp_path / "other", num_shards=2)
     assert compute_content_digest(tmp_path / "other") != digest
 
@@ -115,8 +118,8 @@ def test_a_saved_dictionary_of_splits_says_which_splits_it_has(tmp_path: Path) -
     texts = Dataset.from_dict({"text": TEXTS})
     DatasetDict({"books": texts, "news": texts}).save_to_disk(tmp_path / "texts")
     books, news = (tmp_path / "texts" / name for name in ("books", "news"))
-    assert get_read_error(tmp_path / "texts").endswith(f"holds no text: expected one of its splits, {books} or {news}")
-    with pytest.raises(UserError, match="expected one of its splits"):
+    assert get_read_error(tmp_path / "texts").endswith(f"or a saved data set; it has the saved splits {books}, {news}")
+    with pytest.raises(UserError, match="it has the saved splits"):
         compute_content_digest(tmp_path / "texts")
     assert list(read_documents(books)) == TEXTS
 

@@ -89,20 +89,19 @@ def test_special_tokens_are_found_without_a_text(
     assert block.is_special == [*[True] * len(prefix), *[False] * len(text_ids), *[True] * len(suffix)]
     assert find_block_tokens(TASKS["clm"], tokenizer) == (prefix, [])
     assert find_block_tokens(TASKS["mlm"], tokenizer) == (prefix, suffix)
-    pair_ids = tokenizing.make_trial_inputs(tokenizer, 2)["input_ids"]
-    assert pair_ids.shape == (1, tokenizer.num_special_tokens_to_add(pair=True) + 2)
+    pair_ids = tokenizing.make_one_token_tokenizer(tokenizer)("one text", "another one")["input_ids"]
+    assert len(pair_ids) == tokenizer.num_special_tokens_to_add(pair=True) + 2
 
 
-def test_the_inputs_of_a_trial_are_as_of_a_text() -> None:
+def test_a_text_of_one_token_has_the_inputs_of_any_text() -> None:
     tokenizer = make_tokenizer(make_template(*BERT), model_input_names=INPUT_NAMES)
     for texts in (["A"], ["A", "A"]):
         expected = tokenizer(*texts, return_tensors="pt")
-        inputs = tokenizing.make_trial_inputs(tokenizer, len(texts))
+        inputs = tokenizing.make_one_token_tokenizer(tokenizer)(*texts, return_tensors="pt")
         assert inputs.keys() == expected.keys() == set(INPUT_NAMES)
         assert all(torch.equal(inputs[name], expected[name]) for name in expected)
-    assert "token_type_ids" not in tokenizing.make_trial_inputs(tokenizer, with_token_types=False)
     tokenizer.model_input_names = ["input_ids"]
-    assert tokenizing.make_trial_inputs(tokenizer).keys() == {"input_ids"}
+    assert tokenizing.make_one_token_tokenizer(tokenizer)("A").keys() == {"input_ids"}
 
 
 @pytest.mark.parametrize("post_processor", [None, make_template(*BERT)])

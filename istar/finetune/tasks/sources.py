@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 from istar.errors import UserError, shorten
-from istar.files.folders import list_visible
+from istar.files.folders import describe_saved_splits, list_visible
 from istar.files.parsing import is_missing
 from istar.finetune.tasks import formats
 from istar.finetune.tasks.document_stream import DocumentStream, make_hub_stream, open_file_stream
@@ -27,7 +27,7 @@ from istar.inputs.documents import (
     read_documents,
 )
 from istar.inputs.hub import find_cached_commit, find_commit, find_hub_problem, load_dataset, open_dataset_stream
-from istar.inputs.readers import list_saved_splits, make_table
+from istar.inputs.readers import make_table
 from istar.records.task_specs import Files, TaskSpec
 
 Reader = Callable[[Path, TaskSpec, str], RawSplit]
@@ -85,15 +85,15 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
     if not any(count_splits(best_candidate)):
         names = ", ".join(pattern.format(spec.train) for layout in layouts for pattern in layout)
         places = ", ".join(f"{name}/" for name in subfolders)
-        finding = f"no {names} in it or in {places}{_describe_saved_splits(data_dir)}"
-        raise UserError(f"{option} holds no data of task {spec.name}: {finding}")
+        places += describe_saved_splits(data_dir)
+        raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {places}")
 
     def read_split(split: str) -> RawSplit:
         file_and_reader = _find_file(spec, folder, layout, split)
         if file_and_reader is None:
             names = " or ".join(name for pattern in layout for name in _list_file_names(spec, pattern, split))
-            finding = f"no {names} in {folder}{_describe_saved_splits(folder)}"
-            raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: {finding}")
+            place = f"{folder}{describe_saved_splits(folder)}"
+            raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {place}")
         path, reader = file_and_reader
         return reader(path, spec, split)
 
@@ -241,11 +241,6 @@ def _find_file(spec: TaskSpec, folder: Path, layout: Layout, split: str) -> tupl
             if (folder / name).is_file():
                 return folder / name, reader
     return None
-
-
-def _describe_saved_splits(folder: Path) -> str:
-    splits = list_saved_splits(folder)
-    return f"; the splits saved in {folder} are {', '.join(splits)}" if splits else ""
 
 
 def _list_file_names(spec: TaskSpec, pattern: str, split: str) -> list[str]:
