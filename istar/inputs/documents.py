@@ -107,12 +107,13 @@ def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
     """
     digest = hashlib.sha256()
     for file in chain.from_iterable(map(_list_data_files, list_corpus_files(path))):
-        name = file.relative_to(path) if file != path else file.suffix
-        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
-            while content := stream.read(min(max_bytes, _DIGEST_BLOCK)):
-                digest.update(content)
-                max_bytes -= len(content)
+        if file.is_file():  # reading refuses a pipe or a link without a target
+            name = file.relative_to(path) if file != path else file.suffix
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as stream:
+                while content := stream.read(min(max_bytes, _DIGEST_BLOCK)):
+                    digest.update(content)
+                    max_bytes -= len(content)
     return digest.hexdigest()
 
 

@@ -3,9 +3,11 @@
 import gzip
 import itertools
 import json
+import os
 import random
 import re
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -95,6 +97,14 @@ def test_only_what_is_read_is_in_the_digest(tmp_path: Path) -> None:
         assert len(list(read_documents(folder))) == len(documents) + len(TEXTS)
         documents, old_digest, digest = list(read_documents(folder)), digest, compute_content_digest(folder)
         assert digest != old_digest
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_pipes_and_dangling_links_are_refused_when_they_are_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    make(tmp_path / "b.txt")
+    assert len(compute_content_digest(tmp_path)) == 64
+    assert f"{tmp_path / 'b.txt'}: cannot be read" in get_read_error(tmp_path)
 
 
 def test_the_digest_of_a_saved_data_set_is_of_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
