@@ -92,9 +92,6 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
             f"{noun} {config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json "
             "or the vocabulary file that belongs to the model"
         )
-    # A rare character: some damaged tokenizers have no token for unknown text and fail here.
-    with convert_to_user_errors(config, noun):
-        tokenizer("\u2603")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -54,14 +55,26 @@ def tokenize_parts(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -
     for chunk in _split_into_calls(texts):
         part_texts, are_last = zip(*chunk, strict=True)
         # `verbose=False` silences the warning about texts that are longer than the model's input.
-        token_ids = tokenizer(
-            list(part_texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
+        with convert_tokenizer_errors():
+            token_ids = tokenizer(
+                list(part_texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
         yield from map(TextPart, part_texts, token_ids, are_last)
+
+
+@contextmanager
+def convert_tokenizer_errors() -> Iterator[None]:
+    """Convert the error of a fast tokenizer for text that it has no token for, not even an unknown one."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises plain exceptions
+            raise
+        raise UserError(f"the tokenizer has no token for a part of the text: {shorten(error)}") from error
 
 
 def _split_into_calls(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
