@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -249,6 +250,11 @@ def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(any(str(tmp_path / "sweeps" / name) in line for line in lines) for name in SWEEPS)
     assert "good-123456" in output
     assert live_table.find_sweeps(tmp_path, "no jobs")[0] == []
+    for name in ("lr=[1]", ".hidden"):
+        shutil.copytree(tmp_path / "sweeps" / "good", tmp_path / "sweeps" / name)
+    assert len(live_table.find_sweeps(tmp_path, "lr=[1]")[0]) == 1
+    with pytest.raises(UserError, match=r"no sweep nowhere; there are (?!.*hidden).*lr=\[1\]"):
+        live_table.find_sweeps(tmp_path, "nowhere")
 
 
 @pytest.mark.parametrize("content", [b"", b'["epoch 1/3"', b"\xff", b"[" * 100_000, None])

@@ -36,8 +36,9 @@ def add_list(parser: argparse.ArgumentParser, name: str, help_text: str) -> None
 
 
 def _split_list(text: str) -> list[str]:
-    # The name of an existing file may contain a comma.
-    return [text] if os.path.exists(text) else [part.strip() for part in text.split(",")]  # noqa: PTH110
+    # The name of an existing file, perhaps with a label before it, may contain a comma.
+    is_path = any(map(os.path.exists, (text, text.partition("=")[2])))
+    return [text] if is_path else [part.strip() for part in text.split(",")]
 
 
 def add_texts(parser: argparse.ArgumentParser, use: str) -> None:

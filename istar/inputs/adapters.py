@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from istar.errors import UserError, shorten
+from istar.files.folders import ADAPTER_CONFIG_FILE
 from istar.files.parsing import read_json
 from istar.records.config import ModelConfig
 from istar.records.config.groups import ALL_LINEAR
@@ -19,8 +20,6 @@ from istar.records.task_specs import Kind
 if TYPE_CHECKING:
     from peft import PeftModel
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
-"""File in an adapter folder with peft's settings and the name of the base model."""
 _POOLER = "pooler"  # part of the base model; many checkpoints lack its weights, which are then random
 
 

@@ -1,5 +1,6 @@
 """Texts to measure a model on, and their division into blocks of tokens."""
 
+import os
 import random
 import re
 import sys
@@ -14,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.files.folders import split_label
 from istar.inputs.documents import (
     BEGINNING_BYTES,
     compute_content_digest,
@@ -114,13 +116,10 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
     """
     sources = []
     for text in texts:
-        name, equals_sign, location = text.partition("=")
-        # The name of an existing file may contain "=".
-        if not equals_sign or Path(text).exists():
-            name, location = "", text
+        name, location = split_label(text)
         path = Path(location)
-        if path.exists():
-            sources.append(Source(name or path.stem, path))
+        if os.path.exists(path):  # noqa: PTH110  Path.exists raises an error if the name is too long
+            sources.append(Source(name or Path(os.path.abspath(path)).stem, path))  # noqa: PTH100
             continue
         match = _HUB_TEXT.fullmatch(location)
         if match is None or (is_corpus_file(path) and not match["stream"]):

@@ -5,14 +5,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from istar.errors import UserError, shorten
+from istar.files.folders import describe_saved_splits, list_visible
 from istar.files.writing import atomic_write
-from istar.inputs.readers import READERS, Table, find_suffix, make_table, numbered_lines, read_saved_dataset
+from istar.inputs.readers import READERS, Table, find_suffix, make_table, numbered_lines, open_saved_dataset
 from istar.inputs.tokenizing import chunks
 
 BEGINNING_BYTES = 2**26
@@ -32,7 +34,7 @@ def read_documents(path: Path) -> Iterator[str]:
     - `.csv`, `.tsv`: a header with the column `text`, and a document in each row; in `.tsv`, quotes are plain text;
     - `.parquet`: a column `text` with a document in each row;
     - a folder that `Dataset.save_to_disk` wrote: a column `text` with a document in each row;
-    - another folder: the documents of its files with these suffixes, except `.json`, in alphabetical order;
+    - another folder: its files with these suffixes, except `.json` and hidden ones, in alphabetical order;
     - `.txt`, `.text`, `.md`, `.raw`, `.tokens` or no suffix: each line is one document, for example a paragraph;
     - these suffixes followed by `.gz` or `.zst`, such as `.jsonl.gz`, except of Parquet: the same, compressed.
 
@@ -44,7 +46,7 @@ def read_documents(path: Path) -> Iterator[str]:
     suffix = find_suffix(path)
     documents: Iterator[str]
     if (path / "state.json").is_file():
-        documents = _iterate_column(read_saved_dataset(path))
+        documents = iterate_texts(open_saved_dataset(path), str(path))
     elif path.is_dir():
         documents = (document for file in list_corpus_files(path) for document in read_documents(file))
     elif suffix in READERS:
@@ -65,10 +67,11 @@ def list_corpus_files(path: Path) -> list[Path]:
     if not path.is_dir() or (path / "state.json").is_file():
         return [path]
     # A `.json` file in a folder usually describes the others.
-    files = sorted(file for file in path.iterdir() if is_corpus_file(file) and file.suffix.lower() != ".json")
+    files = [file for file in list_visible(path) if is_corpus_file(file) and file.suffix.lower() != ".json"]
     if not files:
-        raise UserError(f"{path} holds no text: expected .txt, .jsonl or .parquet files, or a saved data set")
-    return files
+        expected = f".txt, .jsonl or .parquet files, or a saved data set{describe_saved_splits(path)}"
+        raise UserError(f"{path} holds no text: expected {expected}")
+    return [file for path in files for file in list_corpus_files(path)]
 
 
 def is_corpus_file(path: Path) -> bool:
@@ -97,13 +100,14 @@ def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Data
 
 
 def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
-    """Return a SHA-256 digest of the content of a file, or of the names and contents of all files below a folder.
+    """Return a SHA-256 digest of the content of a file, or of a folder's files that contain documents and their names.
 
-    Reading stops after `max_bytes`; what follows counts by the sizes of the files.
+    Reading stops after `max_bytes`; what follows counts by the sizes of the files. Raises a `UserError` if a folder
+    contains no documents.
     """
     digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
+    for file in chain.from_iterable(map(_list_data_files, list_corpus_files(path))):
+        if file.is_file():  # reading refuses a pipe or a link without a target
             name = file.relative_to(path) if file != path else file.suffix
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
@@ -111,6 +115,12 @@ def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
                     digest.update(content)
                     max_bytes -= len(content)
     return digest.hexdigest()
+
+
+def _list_data_files(path: Path) -> list[Path]:
+    """Return a file itself, or the files with the rows of a saved data set."""
+    shards = open_saved_dataset(path).cache_files if path.is_dir() else []
+    return [path / Path(shard["filename"]).name for shard in shards] or [path]
 
 
 def iterate_texts(dataset: Dataset | IterableDataset, source: str) -> Iterator[str]:

@@ -41,7 +41,7 @@ from istar.inputs.model_files import (
     silence_transformers,
 )
 from istar.inputs.new_tokenizer import train_tokenizer
-from istar.inputs.tokenizing import find_max_input_length
+from istar.inputs.tokenizing import find_max_input_length, make_one_token_tokenizer
 from istar.records.config import ModelConfig
 from istar.records.task_specs import TaskSpec
 
@@ -94,9 +94,6 @@ def load_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> P
             f"{noun} {config.name} has no vocabulary: every word would be unknown; it needs the tokenizer.json "
             "or the vocabulary file that belongs to the model"
         )
-    # A rare character: some damaged tokenizers have no token for unknown text and fail here.
-    with convert_to_user_errors(config, noun):
-        tokenizer("\u2603")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -218,7 +215,7 @@ def load_model(
             model = auto_class.from_config(model_config, trust_remote_code=False, **options).eval()
     if not config.is_tiny:
         texts = ["a"] * len(spec.text_columns)
-        _check_outputs(config.label, model, tokenizer, tokenizer(*texts, return_tensors="pt"))
+        _check_outputs(config.label, model, tokenizer, make_one_token_tokenizer(tokenizer)(*texts, return_tensors="pt"))
     if config.gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
         enable_checkpointing = (
@@ -258,7 +255,7 @@ def load_encoder(
     if model.config.is_encoder_decoder:
         log.warning("%s is an encoder-decoder (%s); only its encoder is read", config.label, model.config.model_type)
         model = model.get_encoder()
-    inputs = tokenizer("a", return_tensors="pt", return_token_type_ids=False).to(device)
+    inputs = make_one_token_tokenizer(tokenizer)("a", return_tensors="pt", return_token_type_ids=False).to(device)
     _check_outputs(config.label, model, tokenizer, inputs)
     return model.eval()
 

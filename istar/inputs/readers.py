@@ -172,13 +172,12 @@ def _read_class_names(schema: pa.Schema, path: Path) -> dict[str, list[str]]:
     return class_names
 
 
-def read_saved_dataset(folder: Path) -> Table:
+def open_saved_dataset(folder: Path) -> Dataset:
     """Open one split of a data set that `save_to_disk` wrote to a folder."""
     try:
-        dataset = load_from_disk(str(folder))
+        return load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:  # pyarrow, json and datasets raise many types for damaged folders
         raise UserError(f"{folder}: not a readable saved data set: {shorten(error)}") from error
-    return make_table(dataset, str(folder))
 
 
 def make_table(dataset: Dataset | IterableDataset, source: str) -> Table:

@@ -1,7 +1,6 @@
 """Models named on a command line, and the checkpoints of one training with their optimizer steps."""
 
 import csv
-import glob
 import json
 import logging
 import os
@@ -9,10 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
+from pathlib import Path, PurePath
 from typing import Any
 
 from istar.errors import UserError, shorten
+from istar.files.folders import is_model_folder, list_visible, split_label, to_file_name
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import refuse_special_file, write_text
 from istar.inputs.archives import load_archive
@@ -27,7 +28,7 @@ _CHECKPOINT_FOLDER = "checkpoints"
 _TRAINER_STATE_FILE = "trainer_state.json"
 """File with the step of a checkpoint, written by transformers' Trainer."""
 _STEP_PATTERN = re.compile(r"(?<![A-Za-z])step[-_]?(\d+)(?!\d)")
-_RESERVED_NAMES = (".", "..", "trajectory.csv", "index.html", "figures", "tables", ".istar")
+_RESERVED_NAMES = ("trajectory.csv", "index.html", "figures", "tables")
 """Names in the output folder that are not allowed for a checkpoint's folder."""
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ModelArgument:
     def model_name(self) -> str:
         """Hub id or folder of the model; for a run of train.py, its folder `model`."""
         model_folder = Path(self.name) / "model"
-        return str(model_folder) if (model_folder / "config.json").is_file() else self.name
+        return str(model_folder) if is_model_folder(model_folder) else self.name
 
     @property
     def config(self) -> ModelConfig:
@@ -55,21 +56,20 @@ class ModelArgument:
     @property
     def default_label(self) -> str:
         """The given label, or else the last part of the name with the revision; also usable as a folder's name."""
-        label = self.label or "-".join(filter(None, (shorten_model_name(self.name), self.revision)))
-        return label.replace("/", "_")
+        # Relative paths such as `..` do not end with the name of their folder.
+        name = os.path.abspath(self.name) if PurePath(self.name).name in ("", "..") else self.name  # noqa: PTH100
+        return to_file_name(self.label or "-".join(filter(None, (shorten_model_name(name), self.revision))))
 
 
 def parse_models(arguments: Sequence[str]) -> list[ModelArgument]:
     """Parse models, each `[label=]<hub id, folder or run>[@revision]`; folders do not have revisions.
 
-    Raises a `UserError` if a model is given twice.
+    Raises a `UserError` if a model is given twice, or a label cannot name a folder.
     """
     models: list[ModelArgument] = []
     for argument in arguments:
-        label, _, name = argument.rpartition("=")
-        revision = ""
-        if not Path(name).exists():
-            name, _, revision = name.partition("@")
+        label, name = split_label(argument)
+        name, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")  # noqa: PTH110
         if (name, revision or None) in [(model.name, model.revision) for model in models]:
             raise UserError(f"{argument} is given twice; give each model once")
         models.append(ModelArgument(label, name, revision or None))
@@ -95,7 +95,7 @@ class Checkpoint:
     @property
     def folder(self) -> str:
         """Name of the folder for this checkpoint's measures."""
-        return self.label.replace("/", "_")
+        return to_file_name(self.label)
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,9 @@ def find_revisions(model: str, names: Sequence[str], steps: Mapping[str, int] | 
 def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> list[Checkpoint]:
     """Find the checkpoints of one training that match a glob pattern, and sort them by step.
 
-    They are folders of `save_pretrained`, including checkpoints of transformers' Trainer and kept models of a run of
-    train.py, or `.ckpt` files of such a run. A pattern that matches a single folder means the models in it. For a run,
+    They are folders of `save_pretrained`, including checkpoints of transformers' Trainer, also with adapters alone, and
+    kept models of a run of train.py, or `.ckpt` files of such a run. A pattern, or its beginning, that is the name of
+    something existing is taken literally. A pattern that matches a single folder means the models in it. For a run,
     these are the models in `models/`, or else its final model; for the output folder of a Trainer, its checkpoints,
     even if the final model is there too.
 
@@ -178,7 +179,7 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
     no model, or checkpoints of different trainings, or if a step is unknown, or if the table and the checkpoints do
     not match.
     """
-    paths = [Path(path) for path in sorted(glob.glob(pattern))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
+    paths = _expand_pattern(Path(pattern)) if pattern else []
     paths = _find_models_in(paths[0]) or paths if len(paths) == 1 else paths
     found_checkpoints = [checkpoint for path in paths if (checkpoint := _inspect_path(path)) is not None]
     if not found_checkpoints:
@@ -186,10 +187,9 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
             f"--checkpoints {pattern} matches no model; expected folders that save_pretrained wrote, runs of "
             "train.py, or their models/ or checkpoints/*.ckpt"
         )
-    common_folder = os.path.commonpath([checkpoint.path.parent for checkpoint in found_checkpoints])
-    labels = [
-        checkpoint.path.relative_to(common_folder).as_posix().removesuffix(".ckpt") for checkpoint in found_checkpoints
-    ]
+    absolute_paths = [Path(os.path.abspath(checkpoint.path)) for checkpoint in found_checkpoints]  # noqa: PTH100
+    common_folder = os.path.commonpath([path.parent for path in absolute_paths])
+    labels = [path.relative_to(common_folder).as_posix().removesuffix(".ckpt") for path in absolute_paths]
     if steps is None:
         _check_same_training(pattern, found_checkpoints)
         step_by_label = {label: checkpoint.step for label, checkpoint in zip(labels, found_checkpoints, strict=True)}
@@ -201,6 +201,15 @@ def find_checkpoints(pattern: str, steps: Mapping[str, int] | None = None) -> li
     ]
     checkpoints.sort(key=lambda checkpoint: (checkpoint.step is None, checkpoint.step, checkpoint.label))
     return _check_folder_names(checkpoints)
+
+
+def _expand_pattern(pattern: Path) -> list[Path]:
+    """Return the paths that match a glob pattern, sorted; what exists by the name of the pattern is no pattern."""
+    if os.path.lexists(pattern):
+        return [pattern]
+    paths = [parent / pattern.name for parent in _expand_pattern(pattern.parent)]
+    matches = ([path] if os.path.lexists(path) else list_visible(path.parent, path.name) for path in paths)
+    return list(chain.from_iterable(matches))
 
 
 def common_name(checkpoints: Sequence[Checkpoint]) -> str:
@@ -234,18 +243,13 @@ def _find_models_in(folder: Path) -> list[Path]:
 
     Empty for a run that kept none, and for a model without checkpoints.
     """
-    if kept_models := _find_model_subfolders(folder / KEPT_MODELS):
+    if kept_models := list(filter(is_model_folder, list_visible(folder / KEPT_MODELS))):
         return kept_models
-    models = [] if (folder / "model" / "config.json").is_file() else _find_model_subfolders(folder)
-    if not (folder / "config.json").is_file():
+    models = [] if is_model_folder(folder / "model") else list(filter(is_model_folder, list_visible(folder)))
+    if not is_model_folder(folder):
         return models
     # Other subfolders of a model can have a config.json too, such as the modules of sentence-transformers.
     return [path for path in models if (path / _TRAINER_STATE_FILE).is_file()]
-
-
-def _find_model_subfolders(folder: Path) -> list[Path]:
-    # Folders with names that begin with a dot are still being written.
-    return [path.parent for path in sorted(folder.glob("[!.]*/config.json"))]
 
 
 def _inspect_path(path: Path) -> _FoundCheckpoint | None:
@@ -257,9 +261,9 @@ def _inspect_path(path: Path) -> _FoundCheckpoint | None:
         except Exception:  # a damaged file can raise any exception
             return _FoundCheckpoint(path, path, run, None, is_readable=False)
         return _FoundCheckpoint(path, path, run, _get_step(state, "global_step"))
-    if (path / "model" / "config.json").is_file():  # a run of train.py
+    if is_model_folder(path / "model"):  # a run of train.py
         return _FoundCheckpoint(path, path / "model", path, _read_best_step(path))
-    if not (path / "config.json").is_file():
+    if not is_model_folder(path):
         return None
     if (path / STEP_FILE).is_file():
         parent = path.parent

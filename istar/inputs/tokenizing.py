@@ -2,10 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from istar.errors import UserError
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from istar.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -51,14 +55,26 @@ def tokenize_parts(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -
     for chunk in _split_into_calls(texts):
         part_texts, are_last = zip(*chunk, strict=True)
         # `verbose=False` silences the warning about texts that are longer than the model's input.
-        token_ids = tokenizer(
-            list(part_texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
+        with convert_tokenizer_errors():
+            token_ids = tokenizer(
+                list(part_texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
         yield from map(TextPart, part_texts, token_ids, are_last)
+
+
+@contextmanager
+def convert_tokenizer_errors() -> Iterator[None]:
+    """Convert the error of a fast tokenizer for text that it has no token for, not even an unknown one."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:  # tokenizers raises plain exceptions
+            raise
+        raise UserError(f"the tokenizer has no token for a part of the text: {shorten(error)}") from error
 
 
 def _split_into_calls(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
@@ -86,11 +102,20 @@ def _split_text(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
-    """Return the ids of the special tokens that a tokenizer adds before and after a text."""
-    text_ids = tokenizer("a", add_special_tokens=False)["input_ids"]
-    all_ids = tokenizer("a")["input_ids"]
-    start = next(index for index in range(len(all_ids)) if all_ids[index : index + len(text_ids)] == text_ids)
-    return all_ids[:start], all_ids[start + len(text_ids) :]
+    """Return the ids of the special tokens that a fast tokenizer adds before and after a text."""
+    encoding = make_one_token_tokenizer(tokenizer)("a").encodings[0]
+    position = encoding.sequence_ids.index(0)
+    return encoding.ids[:position], encoding.ids[position + 1 :]
+
+
+def make_one_token_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """Return a tokenizer with the same special tokens, for which any text is one ordinary token of a fast tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    token_id = min(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    backend = Tokenizer(WordLevel({"a": token_id}, unk_token="a"))
+    backend.post_processor = tokenizer.backend_tokenizer.post_processor
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=tokenizer.model_input_names)
 
 
 def count_text_tokens(length: int, prefix: Sequence[int], suffix: Sequence[int]) -> int:

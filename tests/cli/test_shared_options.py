@@ -51,9 +51,10 @@ def test_measure_and_compare_have_the_same_options_for_measuring() -> None:
 
 def test_lists_are_separated_by_commas_or_repeated(tmp_path: Path) -> None:
     (tmp_path / "a,b.txt").touch()
-    options = ["--text", f"x=1.txt, y=2.txt,{tmp_path}/c", "--text", f"{tmp_path}/a,b.txt"]
+    paths = [f"{tmp_path}/a,b.txt", f"name={tmp_path}/a,b.txt"]
+    options = ["--text", f"x=1.txt, y=2.txt,{tmp_path}/c", *(part for path in paths for part in ("--text", path))]
     parsed = find_parsers()["measure"].parse_args(["model", *options])
-    assert parsed.text == ["x=1.txt", "y=2.txt", f"{tmp_path}/c", f"{tmp_path}/a,b.txt"]
+    assert parsed.text == ["x=1.txt", "y=2.txt", f"{tmp_path}/c", *paths]
     assert find_parsers()["measure"].parse_args(["model"]).text == []
 
 

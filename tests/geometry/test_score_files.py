@@ -12,6 +12,7 @@ import scipy.stats
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.correlation.score_files import read_scores
+from tests.files.test_folders import write_files
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 
@@ -213,6 +214,8 @@ def test_foreign_files_of_a_folder_are_named(tmp_path: Path) -> None:
         write_file(tmp_path / name, {"results": [1, 2]})
     _, remarks = read_scores(tmp_path)
     assert remarks == [f"left out, because it has no scores: {tmp_path / name}" for name in ("b.json", "c.json")]
+    write_files(tmp_path, "._results.json", "a/.ipynb_checkpoints/results-checkpoint.json")
+    assert read_scores(tmp_path)[1] == remarks
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_batches() -> None:
     assert list(chunks([], 2)) == []
 
 
-def test_sources(tmp_path: Path) -> None:
+def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wiki.txt", "a=b.txt"):
         (tmp_path / name).write_text("x")
     wiki_path, path_with_equals_sign = tmp_path / "wiki.txt", tmp_path / "a=b.txt"
@@ -242,3 +242,8 @@ def test_sources(tmp_path: Path) -> None:
         parse_sources([f"combined={wiki_path}", str(path_with_equals_sign)])
     with pytest.raises(UserError, match=r"there is no .*none\.txt; expected a file or folder"):
         parse_sources([f"new={tmp_path / 'none.txt'}"])
+    assert parse_sources([f"x={path_with_equals_sign}"]) == [Source("x", path_with_equals_sign)]
+    with pytest.raises(UserError, match=r"'\.\.' cannot name a folder"):
+        parse_sources([f"..={wiki_path}"])
+    monkeypatch.chdir(tmp_path)
+    assert parse_sources(["."]) == [Source(tmp_path.name, Path())]

@@ -3,18 +3,22 @@
 import gzip
 import itertools
 import json
+import os
 import random
 import re
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, load_from_disk
 
 from istar.errors import UserError
+from istar.inputs.corpus import parse_sources
 from istar.inputs.documents import compute_content_digest, read_documents
+from tests.files.test_folders import HIDDEN, write_files
 
 TEXTS = ["one", "two\nlines", "\u00fc\u2028three"]
 
@@ -74,6 +78,60 @@ def test_a_folder_is_all_its_files_of_text_in_order(tmp_path: Path) -> None:
     write_texts(tmp_path / "c.parquet")
     (tmp_path / "notes.md").write_text("not read")
     assert list(read_documents(tmp_path)) == ["first", *TEXTS, *TEXTS]
+
+
+def test_only_what_is_read_is_in_the_digest(tmp_path: Path) -> None:
+    """Neither hidden files nor files of other kinds are read, and none changes the identity of the texts."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_texts(folder / "a.txt")
+    write_texts(folder / "saved.parquet")
+    documents, digest = list(read_documents(folder)), compute_content_digest(folder)
+    write_files(folder, *HIDDEN, "notes.md", "sub/a.txt", "a.txt~", "info.json")
+    assert list(read_documents(folder)) == documents
+    assert compute_content_digest(folder) == digest == parse_sources([str(folder)])[0].identify()[0]
+    # What is read counts, also in a folder or a saved data set with the name of a file.
+    (folder / "c.txt").mkdir()
+    for source, target in (("b.txt", "c.txt/a.txt"), ("a.saved", "e.jsonl")):
+        write_texts(tmp_path / source).rename(folder / target)
+        assert len(list(read_documents(folder))) == len(documents) + len(TEXTS)
+        documents, old_digest, digest = list(read_documents(folder)), digest, compute_content_digest(folder)
+        assert digest != old_digest
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_pipes_and_dangling_links_are_refused_when_they_are_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    make(tmp_path / "b.txt")
+    assert len(compute_content_digest(tmp_path)) == 64
+    assert f"{tmp_path / 'b.txt'}: cannot be read" in get_read_error(tmp_path)
+
+
+def test_the_digest_of_a_saved_data_set_is_of_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "texts"
+    rows = {"text": TEXTS, "number": [3, 1, 2]}
+    Dataset.from_dict(rows).save_to_disk(folder, num_shards=2)
+    digest = compute_content_digest(folder)
+    # `map` caches its result next to the data.
+    load_from_disk(folder).map(lambda row: {"number": -row["number"]})
+    assert list(folder.glob("cache-*.arrow"))
+    write_files(folder, *HIDDEN)
+    assert compute_content_digest(folder) == digest
+    monkeypatch.setattr("datasets.config.IN_MEMORY_MAX_SIZE", 1 << 20)
+    monkeypatch.chdir(folder)
+    assert compute_content_digest(folder) == compute_content_digest(Path()) == digest
+    Dataset.from_dict({**rows, "text": TEXTS[::-1]}).save_to_disk(tmp_path / "other", num_shards=2)
+    assert compute_content_digest(tmp_path / "other") != digest
+
+
+def test_a_saved_dictionary_of_splits_says_which_splits_it_has(tmp_path: Path) -> None:
+    texts = Dataset.from_dict({"text": TEXTS})
+    DatasetDict({"books": texts, "news": texts}).save_to_disk(tmp_path / "texts")
+    books, news = (tmp_path / "texts" / name for name in ("books", "news"))
+    assert get_read_error(tmp_path / "texts").endswith(f"or a saved data set; it has the saved splits {books}, {news}")
+    with pytest.raises(UserError, match="it has the saved splits"):
+        compute_content_digest(tmp_path / "texts")
+    assert list(read_documents(books)) == TEXTS
 
 
 def test_a_corpus_need_not_fit_into_memory(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from istar.inputs import demo, model_files, pretrained, tiny
 from istar.records.config import Config, ModelConfig
 from istar.records.task_specs import TASKS
 from istar.regularizers import IStar
+from tests.files.test_folders import write_files
 
 Build = Callable[..., Config]
 VOCABULARY_SIZE = len(tiny.make_tokenizer(demo.vocabulary()))
@@ -346,6 +347,9 @@ def test_the_identity_of_random_weights_is_that_of_configuration_and_tokenizer(t
         identities_before = compute_identities()
         (folder / name).write_text((folder / name).read_text() + " ")
         assert compute_identities()[1] != identities_before[1]
+    identities_before = compute_identities()
+    write_files(folder, "._config.json", "._model.safetensors", ".cache/config.json")
+    assert compute_identities() == identities_before
 
 
 def test_loading_is_quiet_and_leaves_verbosity_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

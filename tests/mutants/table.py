@@ -1047,4 +1047,26 @@ MUTATIONS = [
         "modules_to_save=None,",
         "tests/inputs/test_adapters.py::test_adapters_and_head_are_trained_and_nothing_else",
     ),
+    Mutation(
+        "The tokens around a text are taken from a text that the vocabulary may lack.",
+        "istar/inputs/tokenizing.py",
+        "position = encoding.sequence_ids.index(0)",
+        "position = 0",
+        "tests/inputs/test_tokenizing.py::test_special_tokens_are_found_without_a_text",
+    ),
+    Mutation(
+        "Hidden files in subfolders count as results, models and texts.",
+        "istar/files/folders.py",
+        "for part in path.relative_to(folder).parts",
+        "for part in [path.name]",
+        "tests/files/test_folders.py::test_hidden_files_are_not_listed",
+    ),
+    Mutation(
+        "Tokens that a tokenizer adds around a text are masked.",
+        "istar/finetune/tasks/language_modelling.py",
+        "text = slice(len(self.blocks.prefix), len(input_ids) - len(self.blocks.suffix))",
+        "text = slice(None)",
+        "tests/finetune/tasks/test_language_modelling.py::"
+        "test_tokens_around_a_text_are_not_masked_even_if_texts_may_contain_them",
+    ),
 ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
+from istar.files.folders import list_visible
 from istar.finetune.runs import extras, precision
 from istar.records.config import Config, DataConfig, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
 from istar.records.config.schema import to_dict
@@ -260,7 +261,7 @@ def identify_model(config: ModelConfig) -> str:
 
 def _hash_model_folder(folder: Path, include_weights: bool) -> str:
     digest = hashlib.blake2b()
-    for path in sorted(folder.iterdir()):
+    for path in list_visible(folder):
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
         is_included = path.suffix in (".json", ".txt", ".model") or is_weights
         if path.is_file() and is_included and (include_weights or not is_weights):

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from istar.drawing.terminal import format_duration
 from istar.errors import UserError
+from istar.files.folders import list_visible
 from istar.files.parsing import read_json, read_record
 from istar.files.writing import write_text
 from istar.finetune.sweeps.trials import Trial
@@ -370,15 +371,13 @@ def find_sweeps(root: Path, name: str | None = None) -> tuple[list[SweepState], 
     Raises:
         UserError: if no such sweep exists.
     """
-    state_paths = sorted(
-        (root / SWEEPS_FOLDER).glob(f"{name or '*'}/{STATE_FILE}"), key=lambda path: path.stat().st_mtime
-    )
+    folder = root / SWEEPS_FOLDER
+    paths = sorted(list_visible(folder, f"*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)
+    state_paths = [path for path in paths if not name or path.parent.name == name]
     if not state_paths:
-        sweep_names = sorted(path.name for path in (root / SWEEPS_FOLDER).glob("*") if (path / STATE_FILE).exists())
+        sweep_names = sorted(path.parent.name for path in paths)
         finding = f"no sweep {name}; there are {', '.join(sweep_names)}" if name and sweep_names else "no sweep"
-        raise UserError(
-            f"{root / SWEEPS_FOLDER} holds {finding}; name the folder that holds the runs, as run.root does"
-        )
+        raise UserError(f"{folder} holds {finding}; name the folder that holds the runs, as run.root does")
     states, errors = [], []
     for path in state_paths:
         try:

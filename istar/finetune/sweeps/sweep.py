@@ -16,6 +16,7 @@ from rich.console import Console
 from istar.drawing.pictures import render_files
 from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
+from istar.files.folders import list_visible
 from istar.files.writing import is_locked, lock_folder
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.sweeps import comparison, pool
@@ -354,7 +355,7 @@ def print_results(runs: SweepRuns) -> int:
 def read_finished_runs(root: Path) -> list[RunRecord]:
     """Read the records of the finished runs in a folder, without smoke runs; skip unreadable ones with a warning."""
     records = []
-    for path in sorted(root.glob(f"*/{results.RESULT}")):
+    for path in list_visible(root, f"*/{results.RESULT}"):
         try:
             records.append(results.read_result(path.parent))
         except UserError as error:

@@ -26,7 +26,7 @@ from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
 from istar.finetune.tasks import squad
 from istar.finetune.tasks.loading import fingerprint
-from istar.inputs.tokenizing import find_max_input_length
+from istar.inputs.tokenizing import convert_tokenizer_errors, find_max_input_length
 from istar.records.task_specs import TaskSpec
 
 MIN_LENGTH = 8  # smallest accepted maximum length of a feature, in tokens
@@ -279,7 +279,8 @@ def _tokenize_split(
     )
     with progress:
         for start in range(0, len(rows), _BATCH_ROWS):
-            columns = encode_batch(rows[start : start + _BATCH_ROWS])
+            with convert_tokenizer_errors():
+                columns = encode_batch(rows[start : start + _BATCH_ROWS])
             columns["length"] = [len(ids) for ids in columns["input_ids"]]
             columns["example_id"] = np.asarray(columns["example_id"]) + start
             if 0 in columns["length"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from istar.errors import UserError
 from istar.files.parsing import parse_json
-from istar.inputs.readers import READERS, Table, numbered_lines, read_saved_dataset, read_text, read_tsv
+from istar.inputs.readers import READERS, Table, make_table, numbered_lines, open_saved_dataset, read_text, read_tsv
 from istar.records.task_specs import TaskSpec
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def read_table(path: Path, spec: TaskSpec, split: str) -> RawSplit:
 
 def read_saved_split(state_path: Path, spec: TaskSpec, split: str) -> RawSplit:
     """Read a split of a folder that `DatasetDict.save_to_disk` wrote, given the path of its `state.json`."""
-    return select_columns(read_saved_dataset(state_path.parent), spec, split)
+    return select_columns(make_table(open_saved_dataset(state_path.parent), str(state_path.parent)), spec, split)
 
 
 def read_glue(path: Path, spec: TaskSpec, split: str) -> RawSplit:

@@ -130,12 +130,13 @@ class BlockRows:
 
     def _make_row(self, index: int, mask_seed: tuple[int, ...]) -> dict[str, Any]:
         input_ids = self.blocks.input_ids(index)
+        # The tokens around the text are not predicted, even if a tokenizer adds tokens that occur in texts.
+        labels = np.full_like(input_ids, IGNORED_LABEL)
+        text = slice(len(self.blocks.prefix), len(input_ids) - len(self.blocks.suffix))
         if self.masking is not None:
-            input_ids, labels = self.masking(input_ids, mask_seed)
+            input_ids[text], labels[text] = self.masking(input_ids[text], mask_seed)
         else:
-            # The special tokens at the beginning are not predicted.
-            labels = input_ids.copy()
-            labels[: len(self.blocks.prefix)] = IGNORED_LABEL
+            labels[text] = input_ids[text]
         return {
             "input_ids": input_ids,
             "labels": labels,

@@ -11,6 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 from istar.errors import UserError, shorten
+from istar.files.folders import describe_saved_splits, list_visible
 from istar.files.parsing import is_missing
 from istar.finetune.tasks import formats
 from istar.finetune.tasks.document_stream import DocumentStream, make_hub_stream, open_file_stream
@@ -84,13 +85,15 @@ def make_folder_source(spec: TaskSpec, data_dir: Path, splits: Sequence[str]) ->
     if not any(count_splits(best_candidate)):
         names = ", ".join(pattern.format(spec.train) for layout in layouts for pattern in layout)
         places = ", ".join(f"{name}/" for name in subfolders)
+        places += describe_saved_splits(data_dir)
         raise UserError(f"{option} holds no data of task {spec.name}: no {names} in it or in {places}")
 
     def read_split(split: str) -> RawSplit:
         file_and_reader = _find_file(spec, folder, layout, split)
         if file_and_reader is None:
             names = " or ".join(name for pattern in layout for name in _list_file_names(spec, pattern, split))
-            raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {folder}")
+            place = f"{folder}{describe_saved_splits(folder)}"
+            raise UserError(f"{option}: split {split!r} of task {spec.name} is missing: no {names} in {place}")
         path, reader = file_and_reader
         return reader(path, spec, split)
 
@@ -120,7 +123,7 @@ def find_text_splits(path: Path) -> dict[str, list[Path]]:
             raise UserError(
                 f"task.data_dir={path} does not exist; name a text file, a folder of texts, or a saved data set"
             )
-        children = sorted(path.iterdir()) if path.is_dir() and not (path / "state.json").is_file() else []
+        children = [] if (path / "state.json").is_file() else list_visible(path)
     except OSError as error:
         raise UserError(f"task.data_dir={path} cannot be read: {shorten(error)}") from error
     splits: dict[str, list[Path]] = {}

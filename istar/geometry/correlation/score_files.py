@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from istar.errors import UserError, shorten
+from istar.files.folders import list_visible
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import unescape_cell
 from istar.inputs.hub import is_hub_id
@@ -54,7 +55,7 @@ def read_scores(path: Path) -> tuple[pd.DataFrame, list[str]]:
     """
     if not path.is_dir() and path.suffix != ".json":
         return _read_csv_scores(path), []
-    files = sorted(file for file in path.rglob("*.json") if file.name != _MODEL_FILE) if path.is_dir() else [path]
+    files = [file for file in list_visible(path, "**/*.json") if file.name != _MODEL_FILE] if path.is_dir() else [path]
     scores_by_file = {file: _read_result_file(file) for file in files}
     located_scores = [(str(file), score) for file, scores in scores_by_file.items() for score in scores]
     if not located_scores:

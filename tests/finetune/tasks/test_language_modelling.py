@@ -122,6 +122,16 @@ def test_blocks_of_a_masked_model_have_both_special_tokens(corpus: Corpus, token
         assert (row["labels"] != IGNORED_LABEL).any()
 
 
+def test_tokens_around_a_text_are_not_masked_even_if_texts_may_contain_them(corpus: Corpus, tokenizer: Any) -> None:
+    [cat, dog] = tokenizer.convert_tokens_to_ids(["cat", "dog"])
+    for masking in (Masking(tokenizer), None):
+        rows = BlockRows(cut_blocks(corpus, 12, [cat] * 4, [dog] * 2), masking, seed=7)
+        for row in (rows.training_row(index, epoch) for index in range(len(rows)) for epoch in range(40)):
+            assert [*row["input_ids"][:4], *row["input_ids"][-2:]] == [cat] * 4 + [dog] * 2
+            assert [*row["labels"][:4], *row["labels"][-2:]] == [IGNORED_LABEL] * 6
+            assert (row["labels"] != IGNORED_LABEL).any()
+
+
 def test_masks_are_new_in_each_epoch_and_the_same_in_validation(corpus: Corpus, tokenizer: Any) -> None:
     rows, other_rows = (
         BlockRows(make_rows(MLM, corpus, tokenizer, 32).blocks, Masking(tokenizer), seed) for seed in (7, 8)

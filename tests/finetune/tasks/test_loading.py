@@ -584,6 +584,16 @@ def test_saved_data_set_with_its_own_order_of_names(tmp_path: Path) -> None:
     assert load_columns("rte", tmp_path, "train") == [loaded[0]]
 
 
+def test_the_splits_of_a_saved_data_set_are_named_if_none_fits(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"sentence": ["a"], "label": [1]})
+    for name in ("odd", "even"):
+        rows.save_to_disk(tmp_path / name)
+    finding = f"; it has the saved splits {tmp_path / 'even'}, {tmp_path / 'odd'}"
+    assert get_load_error("sst2", tmp_path, "train").endswith(finding)
+    rows.save_to_disk(tmp_path / "train")
+    assert get_load_error("sst2", tmp_path, "validation").endswith(f"{finding}, {tmp_path / 'train'}")
+
+
 def test_saved_data_set_that_is_damaged(tmp_path: Path) -> None:
     DatasetDict(train=Dataset.from_dict({"sentence": ["a"], "label": [7]})).save_to_disk(tmp_path)
     assert get_load_error("sst2", tmp_path, "train").startswith(f"{tmp_path / 'train'}, row 1: label 7")

@@ -8,6 +8,7 @@ from datasets import Dataset
 from istar.errors import UserError
 from istar.finetune.tasks.sources import drop_blank_rows, find_text_splits, read_texts
 from istar.inputs.documents import cache_documents, compute_content_digest
+from tests.files.test_folders import write_files
 
 
 def get_file_names(splits: dict[str, list[Path]]) -> dict[str, list[str]]:
@@ -23,6 +24,12 @@ def test_names_say_the_split(tmp_path: Path) -> None:
         "train": list(training),
         "validation": ["Dev.jsonl", "validation"],
     }
+
+
+def test_hidden_files_have_no_split(tmp_path: Path) -> None:
+    names = [".train.txt", "._train.txt", ".ipynb_checkpoints/train.txt", ".train/a.txt"]
+    write_files(tmp_path, *names, *(f"{name}-dev" for name in names), "train.txt")
+    assert find_text_splits(tmp_path) == {"train": [tmp_path / "train.txt"]}
 
 
 def test_without_such_names_all_is_training_data(tmp_path: Path) -> None:
