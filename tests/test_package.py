@@ -193,7 +193,7 @@ def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
 
 def test_torch_is_enough_for_measures_and_penalties(tmp_path: Path) -> None:
     code = """
-import istar, istar.measures, istar.regularizers, istar.finetune.quantization.linear_layers
+import istar, istar.measures, istar.regularizers
 import torch
 print(istar.__version__, float(istar.measures.isoscore(torch.randn(300, 5))) > 0)
 from istar.cli.main import main

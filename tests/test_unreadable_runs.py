@@ -161,12 +161,6 @@ def test_report(root: Path, caplog: Any, tmp_path: Path) -> None:
     assert all(folder.name in page for folder in bad_folders(root))
 
 
-def test_quantize(root: Path, caplog: Any, capsys: Any, tmp_path: Path) -> None:
-    assert main(["quantize", str(root), "--out", str(tmp_path / "out")]) == 2
-    lines_about(bad_folders(root), caplog)
-    assert capsys.readouterr().err.count("the run has saved no model (run.save_model=false)") == 4
-
-
 def test_the_cost_of_a_sweep(root: Path, caplog: Any) -> None:
     assert len(sweep.read_finished_runs(root)) == 4
     lines_about([path.parent for path in root.glob(f"bad*/{RESULT}")], caplog)

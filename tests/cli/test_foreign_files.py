@@ -31,7 +31,6 @@ CASES: dict[str, list[str]] = {
         "{model} {saved}/step1 --out {out}",
     ],
     "correlate": ["{tables}/correlation.csv {tables}/table.csv --out {out}"],
-    "quantize": ["{runs} --out {out}"],
     "report": ["{runs} --out {out}"],
     "results": ["{runs} --out {out}/runs.csv"],
     "plan": ["task=rte --out {out}"],
@@ -43,7 +42,7 @@ FOREIGN_FILES = (
     "embeddings.json", "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv",
     "embeddings.safetensors", "tokens.txt", "model/config.json", "model/model.safetensors", "model/notes.txt",
     "correlation.csv", "table.csv", "table.md", "figures/scores.svg", "figures/mine.png", "figures/isotropy.svg",
-    "tables/mine.csv", "tables/layers.csv", "quantization.csv", "runs.csv", "plan.yaml",
+    "tables/mine.csv", "tables/layers.csv", "runs.csv", "plan.yaml",
     "step1/measures.json", ".pass.0.0-1", "..pass", ".model/mine", "notes.txt", ".istar/mine",
 )  # fmt: skip
 
@@ -109,8 +108,7 @@ def test_a_single_foreign_file_is_enough(world: Path, capsys: pytest.CaptureFixt
     names = {
         "measure": ("figures/mine.png", "index.html", "tables/x"), "compare": ("figures/mine.png", "index.html"),
         "embed": ("embeddings.csv",), "correlate": ("tables/correlations.csv", "figures/scores.png"),
-        "quantize": ("quantization.csv",), "report": ("figures/mine.png", "index.html"),
-        "results": ("runs.csv",), "plan": ("plan.yaml",),
+        "report": ("figures/mine.png", "index.html"), "results": ("runs.csv",), "plan": ("plan.yaml",),
     }[arguments.split()[0]]  # fmt: skip
     if arguments.startswith("embed") and "--save model" in arguments:
         names = (*names, "wordsim.csv", "tokens.txt", "model/notes.txt")
@@ -126,16 +124,7 @@ def test_a_single_foreign_file_is_enough(world: Path, capsys: pytest.CaptureFixt
 def test_links_are_not_followed(world: Path, arguments: str) -> None:
     write_files(world / "elsewhere", FOREIGN_FILES)
     (world / "out").mkdir()
-    for name in (
-        "figures",
-        "tables",
-        "model",
-        "runs.csv",
-        "plan.yaml",
-        "embeddings.json",
-        "index.html",
-        "quantization.csv",
-    ):
+    for name in ("figures", "tables", "model", "runs.csv", "plan.yaml", "embeddings.json", "index.html"):
         (world / "out" / name).symlink_to(world / "elsewhere" / name)
     tree = read_tree(world)
     assert call(world, arguments, world / "out") == 2

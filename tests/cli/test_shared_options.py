@@ -18,7 +18,7 @@ from istar.measures.catalogue import MEASURES
 from tests.embeddings.test_embed import save_model
 from tests.mock_hub import Repository, glue_files, serving, use
 
-COMMANDS = ("measure", "compare", "embed", "quantize", "correlate")
+COMMANDS = ("measure", "compare", "embed", "correlate")
 
 
 def find_parsers() -> dict[str, argparse.ArgumentParser]:
@@ -30,8 +30,8 @@ def test_an_option_means_the_same_in_each_command() -> None:
     variants = defaultdict(set)
     for command in COMMANDS:
         for action in find_parsers()[command]._actions:
-            # Each command has a folder, and a use of the texts and forms, of its own.
-            text = "" if action.dest in ("out", "text", "forms") else action.help
+            # The output folder, and the use of the texts, differ between commands.
+            text = "" if action.dest in ("out", "text") else action.help
             default = "" if action.dest == "out" else str(action.default)
             for name in action.option_strings:
                 variants[name].add((default, str(action.choices), str(action.nargs), text))

@@ -1003,21 +1003,6 @@ MUTATIONS = [
         "return self.num_configurations if self.selection_set == HELD_OUT else 1",
         "tests/reports/test_method_comparisons.py",
     ),
-    # ---- quantization
-    Mutation(
-        "The drop of a form has the wrong sign.",
-        "istar/finetune/quantization/form_scores.py",
-        "compute_drop(metric, float32_score, score)",
-        "compute_drop(metric, score, float32_score)",
-        "tests/finetune/quantization/test_form_scores.py::test_scores_are_those_of_torch_quantization",
-    ),
-    Mutation(
-        "Static scales are calibrated on the validation data.",
-        "istar/finetune/quantization/form_scores.py",
-        "for batch in _make_loader(saved, saved.calibration):",
-        "for batch in _make_loader(saved, saved.validation):",
-        "tests/finetune/quantization/test_form_scores.py::test_the_calibration_is_a_sample_of_training_examples",
-    ),
     # ---- models
     Mutation(
         "Continued characters of WordPiece are numbered in the order of a hash map.",

@@ -1,1 +1,0 @@
-"""Simulated low-bit linear layers, and the scores of finished runs with them."""
