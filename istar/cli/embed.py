@@ -1,11 +1,13 @@
 """Implements `istar embed`: measures the geometry and word similarity of embedding matrices, raw and post-processed."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from istar.cli import shared_options
 from istar.drawing.terminal import make_console, make_progress
 from istar.errors import UserError, check_one_of
+from istar.files.folders import split_label
 
 _FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
 
@@ -50,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     forms = tuple(options.forms) or ((options.form,) if options.form else embed_models.WORDSIM_FORMS)
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     sources = corpus.parse_sources(options.text)
-    paths = [path for _, path in map(embed_models.split_label, options.wordsim)] + [source.path for source in sources]
+    paths = [Path(split_label(text)[1]) for text in options.wordsim] + [source.path for source in sources]
     inputs = [model.config.name for model in models] + paths
     page_folder.check(options.out, embed_page.EMBEDDINGS_KIND, inputs)
     # Saved results do not belong to the page, so that a page without --save does not remove them.

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from istar.embeddings import token_frequencies, wordsim
 from istar.errors import UserError, shorten
+from istar.files.folders import split_label
 from istar.files.outputs import Output
 from istar.inputs import model_files, pretrained
 from istar.inputs.corpus import Source
@@ -177,18 +178,13 @@ def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | Non
     return [token_by_id.get(token_id) for token_id in range(rows)]
 
 
-def split_label(argument: str | Path) -> tuple[str, Path]:
-    """Split `[name=]<file>`; the name of an existing file may contain "="."""
-    label, _, name = str(argument).rpartition("=")
-    return ("", Path(argument)) if Path(argument).exists() else (label, Path(name))
-
-
 def read_benchmarks(arguments: Sequence[str | Path]) -> list[wordsim.Benchmark]:
     """Read files of rated word pairs, each `[name=]<file>`.
 
     Raises a `UserError` if a file cannot be read, or two benchmarks have the same name.
     """
-    benchmarks = [wordsim.read_benchmark(path, label) for label, path in map(split_label, arguments)]
+    labels_and_paths = (split_label(str(argument)) for argument in arguments)
+    benchmarks = [wordsim.read_benchmark(Path(path), label) for label, path in labels_and_paths]
     check_distinct_labels([benchmark.name for benchmark in benchmarks], "benchmarks")
     return benchmarks
 

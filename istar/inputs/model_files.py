@@ -90,13 +90,13 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
             return None
 
 
-def find_body(model: Any) -> nn.Module:
+def find_body(model: Any) -> Any:
     """Return a model without its head; of an encoder-decoder, only the encoder."""
     return model.get_encoder() if model.config.is_encoder_decoder else find_base_model(model)
 
 
 def load_weights(
-    config: ModelConfig, auto_class: Any, /, find_part: Callable[[Any], nn.Module] = find_body, **options: Any
+    config: ModelConfig, auto_class: Any, /, find_part: Callable[[Any], Any] = find_body, **options: Any
 ) -> PreTrainedModel:
     """Load a model with pretrained weights, and merge its adapters if it has any.
 
