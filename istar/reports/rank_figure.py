@@ -80,7 +80,7 @@ def rank_methods(compared_methods: ComparedMethods) -> list[RankedMethods]:
     for comparison in compared_methods.comparisons:
         comparisons_by_model[comparison.method.model].append(comparison)
     return [
-        _rank_methods_of_model(model, comparisons, compared_methods.reference, compared_methods.alpha)
+        _rank_methods_of_model(model, comparisons, compared_methods.reference, ALPHA)
         for model, comparisons in comparisons_by_model.items()
     ]
 

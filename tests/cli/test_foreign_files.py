@@ -34,7 +34,6 @@ CASES: dict[str, list[str]] = {
     "quantize": ["{runs} --out {out}"],
     "report": ["{runs} --out {out}"],
     "results": ["{runs} --out {out}/runs.csv"],
-    "plan": ["task=rte --out {out}"],
 }
 """Arguments of each command that writes results, by command."""
 ARGUMENTS = [f"{command} {arguments}" for command, lists in CASES.items() for arguments in lists]
@@ -43,7 +42,7 @@ FOREIGN_FILES = (
     "embeddings.json", "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv",
     "embeddings.safetensors", "tokens.txt", "model/config.json", "model/model.safetensors", "model/notes.txt",
     "correlation.csv", "table.csv", "table.md", "figures/scores.svg", "figures/mine.png", "figures/isotropy.svg",
-    "tables/mine.csv", "tables/layers.csv", "quantization.csv", "runs.csv", "plan.yaml",
+    "tables/mine.csv", "tables/layers.csv", "quantization.csv", "runs.csv",
     "step1/measures.json", ".pass.0.0-1", "..pass", ".model/mine", "notes.txt", ".istar/mine",
 )  # fmt: skip
 
@@ -110,7 +109,7 @@ def test_a_single_foreign_file_is_enough(world: Path, capsys: pytest.CaptureFixt
         "measure": ("figures/mine.png", "index.html", "tables/x"), "compare": ("figures/mine.png", "index.html"),
         "embed": ("embeddings.csv",), "correlate": ("tables/correlations.csv", "figures/scores.png"),
         "quantize": ("quantization.csv",), "report": ("figures/mine.png", "index.html"),
-        "results": ("runs.csv",), "plan": ("plan.yaml",),
+        "results": ("runs.csv",),
     }[arguments.split()[0]]  # fmt: skip
     if arguments.startswith("embed") and "--save model" in arguments:
         names = (*names, "wordsim.csv", "tokens.txt", "model/notes.txt")
@@ -131,7 +130,6 @@ def test_links_are_not_followed(world: Path, arguments: str) -> None:
         "tables",
         "model",
         "runs.csv",
-        "plan.yaml",
         "embeddings.json",
         "index.html",
         "quantization.csv",
@@ -142,7 +140,7 @@ def test_links_are_not_followed(world: Path, arguments: str) -> None:
     assert read_tree(world) == tree
 
 
-@pytest.mark.parametrize("arguments", [arguments for arguments in ARGUMENTS if not arguments.startswith("plan")])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_an_input_is_never_replaced(world: Path, arguments: str) -> None:
     """The output folder is an input, or the folder that holds it."""
     tree = read_tree(world)
