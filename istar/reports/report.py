@@ -23,8 +23,8 @@ from istar.reports import (
     method_tables,
     paper_figures,
     paper_tables,
-    rank_figure,
     sweep_commands,
+    task_averages,
     training_figures,
 )
 from istar.reports.run_frame import Runs, read_runs
@@ -92,7 +92,6 @@ def _compute_contents(
     geometry_by_folder, geometry_errors = geometry_file.read_geometries(all_runs[all_runs["usable"]]["folder"])
     table1_cells = configurations.select_cells(all_runs)
     compared_methods = method_comparisons.compare_methods(all_runs, reference)
-    ranked_methods = rank_figure.rank_methods(compared_methods)
     training_plots = [
         *training_figures.build_learning_curve_plots(table1_cells, records),
         *training_figures.build_training_plots(all_runs),
@@ -113,7 +112,7 @@ def _compute_contents(
         method_tables.build_conclusions_sheet(compared_methods),
         method_tables.build_methods_sheet(compared_methods),
         method_tables.build_class_isotropy_sheet(all_runs, records),
-        rank_figure.build_rank_sheet(ranked_methods),
+        task_averages.build_over_tasks_sheet(compared_methods),
         paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
         paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
     ]
@@ -131,7 +130,7 @@ def _compute_contents(
     sections = [
         _build_section(replace(sheets["conclusions"], caption=guide), paragraphs=summary),
         _build_section(sheets["methods"], method_tables.build_all_methods_plot(compared_methods)),
-        _build_section(sheets["over_tasks"], rank_figure.build_rank_plot(ranked_methods)),
+        _build_section(sheets["over_tasks"]),
         _build_section(sheets["class_isotropy"]),
         *(_build_section(None, plot, commands) for plot in training_plots),
         _build_section(sheets["cost"]),
