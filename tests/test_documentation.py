@@ -227,7 +227,7 @@ def test_the_reference_has_every_key(site: Path, composed: Callable[..., Config]
 @pytest.mark.slow
 def test_the_reference_has_every_command_and_name(site: Path, pages: dict[Path, Links]) -> None:
     text = (site / "reference" / "commands.html").read_text(encoding="utf-8")
-    commands = {"train", "results", "report", "watch", "measure", "embed", "correlate", "compare", "power", "plan"}
+    commands = {"train", "results", "report", "watch", "measure", "embed", "correlate", "compare", "power"}
     assert set(re.findall(r'<h2 id="istar-(\w+)"', text)) >= commands
     identifiers = {identifier for page in pages.values() for identifier in page.identifiers}
     for package in (istar, measures, regularizers):

@@ -14,14 +14,14 @@ from contextvars import copy_context
 from typing import Any
 
 from istar import __version__
-from istar.cli import compare, correlate, embed, measure, plan, power, push, report, results, watch
+from istar.cli import compare, correlate, embed, measure, power, push, report, results, watch
 from istar.drawing.terminal import run_with_robust_output
 from istar.errors import SHOW_TRACE, UserError, check_one_of, did_you_mean, explain_system_error, mask_secrets
 from istar.finetune.runs import extras
 
 _SUBCOMMANDS = {
     module.__name__.rpartition(".")[2]: module
-    for module in (results, report, watch, measure, compare, embed, correlate, power, plan, push)
+    for module in (results, report, watch, measure, compare, embed, correlate, power, push)
 }
 
 

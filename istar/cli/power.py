@@ -97,7 +97,7 @@ def compare_with_base(folder: Path) -> "list[MethodComparison]":
     from istar.reports.method_comparisons import compare_methods
     from istar.reports.run_frame import read_runs
 
-    compared_methods = compare_methods(add_selection_columns(read_runs(folder, keep_records=True)), test="t")
+    compared_methods = compare_methods(add_selection_columns(read_runs(folder, keep_records=True)))
     comparisons = [comparison for comparison in compared_methods.comparisons if comparison.difference_by_seed]
     if not comparisons:
         raise UserError(

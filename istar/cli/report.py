@@ -14,7 +14,6 @@ def add_parser(commands: Any) -> None:
     shared_options.add_runs_folder(parser)
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")
     shared_options.add_figures(parser)
-    parser.add_argument("--plan", type=Path, help="plan.yaml of istar plan; the page names the departures from it")
     reference_help = (
         "method with which the others are compared, such as a placebo, by its name in the table of all methods; "
         "settings at its end may be left out if that is unique (default: Base)"
@@ -27,8 +26,6 @@ def run(options: argparse.Namespace) -> None:
     """Write the report, and print its path and the number of runs."""
     from istar.reports import report
 
-    written = report.write_report(
-        options.folder, options.out, make_console(stderr=True), options.plan, options.reference
-    )
+    written = report.write_report(options.folder, options.out, make_console(stderr=True), options.reference)
     runs = f"{written.num_runs} run{'s' * (written.num_runs != 1)}"
     make_console().out(f"{written.page_path}: {runs}", highlight=False)

@@ -80,8 +80,8 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
         _draw_heatmap(axes, plot, panel)
         return
     _draw_reference_lines(axes, panel)
-    if plot.kind == "ranks":
-        _draw_ranks(axes, plot, panel)
+    if plot.kind == "rows":
+        _draw_rows(axes, plot, panel)
         return
     lines = sorted(panel.lines, key=lambda line: list(styles).index(line.label))
     if plot.kind == "columns":
@@ -296,13 +296,12 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
     axes.set_ylabel(panel.y_label)
 
 
-def _draw_ranks(axes: Axes, plot: Plot, panel: Panel) -> None:
+def _draw_rows(axes: Axes, plot: Plot, panel: Panel) -> None:
     """Draw a row for each line: its name, and its point with an error bar."""
     rows = range(len(panel.lines))
     for row, line in zip(rows, panel.lines, strict=True):
-        color = INK if line.label == plot.reference_label else PALETTE[0]
         error = line.x_error if any(line.x_error) else None
-        axes.errorbar(line.x, [row], xerr=error, color=color, marker="o", capsize=4, elinewidth=1.6)
+        axes.errorbar(line.x, [row], xerr=error, color=PALETTE[0], marker="o", capsize=4, elinewidth=1.6)
     axes.set_yticks(rows, [line.label for line in panel.lines])
     axes.set_ylim(len(panel.lines) - 0.4, -0.6)
     # Integers, unless the values are too close to one another.

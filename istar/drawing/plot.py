@@ -77,7 +77,7 @@ class Plot:
     - `ridges`: distributions, each on a row with its name and scaled to its own maximum.
     - `heatmap`: each line is a row with its label as the name; `Panel.column_names` name the columns. The colour scale
       is from 0 to 1.
-    - `ranks`: each line has one point with an error bar along x, on the row of its label, from the top down. The panels
+    - `rows`: each line has one point with an error bar along x, on the row of its label, from the top down. The panels
       are one below the other.
     """
 
@@ -223,8 +223,7 @@ def describe(plot: Plot) -> str:
         marks = [f"; {name} at {position:g}" for position, name in reference_lines]
         subject = ", ".join(name for name in (panel.title, panel.model) if name)
         prefix = f"{subject}: " if subject else ""
-        quantity = plot.x_label if plot.kind == "ranks" else f"{panel.y_label} by {plot.x_label}"
-        sentences.append(f"{prefix}{quantity}: {lines}{''.join(marks)}.")
+        sentences.append(f"{prefix}{panel.y_label} by {plot.x_label}: {lines}{''.join(marks)}.")
     return " ".join(sentences)
 
 
@@ -239,8 +238,6 @@ def _describe_line(line: Line, plot: Plot) -> str:
         values = [y for _, y in finite_points]
         return f"{line.label} from {min(values):.2f} to {max(values):.2f}"
     point_texts = [(plot.x_names.get(x, f"{x:.4g}").replace("\n", " "), f"{y:.4g}") for x, y in finite_points]
-    if plot.kind == "ranks":
-        return f"{line.label} {finite_points[0][0]:.2f}"
     if plot.kind == "columns":
         return ", ".join(f"{line.label} {y} for {x}" for x, y in point_texts)
     (first_x, first_y), (last_x, last_y) = point_texts[0], point_texts[-1]

@@ -96,19 +96,19 @@ def _render_format(figure: Figure, suffix: str, identifier: str) -> bytes:
 
 def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
     """Draw all panels of a plot on a grid, with one legend below them."""
-    num_columns = 1 if plot.kind == "ranks" else min(max_columns, 2 if len(plot.panels) == 4 else len(plot.panels))
+    num_columns = 1 if plot.kind == "rows" else min(max_columns, 2 if len(plot.panels) == 4 else len(plot.panels))
     width = _NARROW_WIDTH if max_columns == 1 else {1: 6.5, 2: 8.5, 3: 11.0}[num_columns]
     num_rows = math.ceil(len(plot.panels) / num_columns)
-    # The rows of a heatmap, of ridges and of ranks are named on the y axis.
-    styles = assign_line_styles(plot) if plot.kind not in ("heatmap", "ranks") else {}
+    # The rows of a heatmap, of ridges and of the kind `rows` are named on the y axis.
+    styles = assign_line_styles(plot) if plot.kind not in ("heatmap", "rows") else {}
     has_legend = len(styles) > 1 and plot.kind != "ridges"
     num_legend_rows = math.ceil(len(styles) / _count_legend_columns(width, list(styles))) if has_legend else 0
     height = num_rows * (3.0 if num_columns > 1 else 3.6) + 0.25 * num_legend_rows
-    if plot.kind == "ranks":
+    if plot.kind == "rows":
         height = sum(1.0 + 0.3 * len(panel.lines) for panel in plot.panels)
         # The names of the rows are to the left of the axes. About 13 characters fit into an inch.
         longest = max((len(line.label) for panel in plot.panels for line in panel.lines), default=0)
-        width = width if max_columns == 1 else max(width, 3.5 + longest / 13)
+        width = max(width, 3.5 + longest / 13)
     if plot.kind == "ridges":
         height = num_rows * max(1.2 + 0.5 * len(panel.lines) for panel in plot.panels)
     # Width and height are in inches.

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,7 @@ class Output:
         """
         names = list(names)
         with self._user_errors():
-            self.recover()
+            self._recover()
             entries = self._read_manifest()
             own_names = [name for name, (noun, *_) in entries.items() if noun == self.noun]
             replaced_paths = [(self.folder / name).resolve() for name in names]
@@ -94,7 +94,6 @@ class Output:
         folders: Mapping[str, Path] | None = None,
         *,
         is_complete: bool = False,
-        saved: Collection[str] = (),
     ) -> None:
         """Write files and folders, in this order, in place of earlier ones.
 
@@ -102,7 +101,6 @@ class Output:
             contents: content of each file by its name relative to the folder.
             folders: drafts of folders by name, see `make_draft`. Each replaces its earlier one as a whole.
             is_complete: remove earlier results of other names.
-            saved: files that may be replaced even if they are foreign, because the caller has saved them.
 
         Raises a `UserError` if a foreign or edited file would be replaced, or the folder cannot be written.
         """
@@ -121,8 +119,7 @@ class Output:
                 if name not in checksums and (is_complete or name.startswith(tuple(f"{key}/" for key in folders)))
             ]  # fmt: skip
             for name in (*contents, *folders, *stale_names):
-                if name not in saved:
-                    self._check_own(name, entries)
+                self._check_own(name, entries)
             # All files are written before the first one is replaced, in case the disk is full.
             drafts = [(name, self._write_draft(str(number), contents[name])) for number, name in enumerate(contents)]
             unfinished_entries = {
@@ -171,7 +168,7 @@ class Output:
             yield
         except OSError as error:
             with suppress(OSError, UserError):
-                self.recover()
+                self._recover()
             raise UserError(f"{self._label} cannot be written: {shorten(error)}") from error
 
     def _create(self) -> None:
@@ -193,7 +190,7 @@ class Output:
                 if not is_temporary(path):
                     raise self._make_foreign_error(f"{STATE_FOLDER}/{path.relative_to(self._state).as_posix()}")
 
-    def recover(self) -> None:
+    def _recover(self) -> None:
         """Remove the unfinished work of a killed process."""
         self._refuse_links()
         remove_temporary_files(self._state)

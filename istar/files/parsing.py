@@ -86,7 +86,7 @@ def read_record(path: Path, expected: Any, what: str, version: int | None = None
     Args:
         path: path of the file.
         expected: type annotation of the content, as for `find_mismatch`.
-        what: kind of file, for messages, such as `a plan`.
+        what: kind of file, for messages, such as `a result`.
         version: expected number in the field `format`; None if the content lacks this field.
 
     Raises:

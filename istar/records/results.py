@@ -150,7 +150,7 @@ class RunRecord:
 
     @property
     def is_smoke(self) -> bool:
-        """Whether the run only tests its config, so that no table, comparison or plan counts it."""
+        """Whether the run only tests its config, so that no table or comparison counts it."""
         return bool(self.config.get("run", {}).get("smoke"))
 
     @property

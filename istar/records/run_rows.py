@@ -1,8 +1,8 @@
-"""Runs as rows of tables and entries of plans: their columns, and groups of the runs that a table compares."""
+"""Runs as rows of tables: their columns, and groups of the runs that a table compares."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol
 
 from istar.records.identity import (
     Inputs,
@@ -161,24 +161,3 @@ def selection_sort_key(runs: Sequence[Candidate]) -> tuple[int, int, float]:
     """
     num_examples = max(run.validation_examples for run in runs)
     return len(runs), num_examples, fmean(run.selection_merit for run in runs)
-
-
-class PlannedRun(TypedDict):
-    """A run of the grid of a sweep."""
-
-    name: str
-    task: str
-    model: str  # label of the model, as in the report
-    method: str  # with its settings, as in the report
-    seed: int
-
-
-class Repetitions(TypedDict):
-    """Runs with further seeds of the best configuration of a group; the other configurations are not repeated."""
-
-    task: str
-    model: str
-    method: str  # without its settings
-    grid: str  # name of the grid in the sweep; empty without named grids
-    seeds: list[int]  # further seeds for the best configuration
-    names: list[str]  # possible run names: every configuration of the group with every further seed

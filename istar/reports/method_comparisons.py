@@ -23,7 +23,7 @@ from istar.reports.configurations import (
     is_finite,
     row_dicts,
 )
-from istar.statistics import ALPHA, POWER, TEST, paired, power
+from istar.statistics import ALPHA, POWER, paired, power
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison
 from istar.statistics.paired import Holm
@@ -87,27 +87,21 @@ class ComparedMethods:
     reference: str  # name of the method that the others are compared with, possibly without its settings
     comparisons: list[MethodComparison]  # in the same order
     holm: Holm  # Holm's correction over all comparisons that have a test
-    test: str  # the paired test, a key of `paired.TESTS`
-    alpha: float  # significance level of the adjusted p-values
 
     @property
     def strictest_level(self) -> float:
         """The smallest level that Holm's method compares a p-value with: alpha / m for m tests."""
-        return self.alpha / max(1, self.holm.tests)
+        return ALPHA / max(1, self.holm.tests)
 
 
-def compare_methods(
-    all_runs: pd.DataFrame, test: str = TEST, alpha: float = ALPHA, reference: str = BASE_LABEL
-) -> ComparedMethods:
+def compare_methods(all_runs: pd.DataFrame, reference: str = BASE_LABEL) -> ComparedMethods:
     """Compare every method of each model and task with a reference, such as Base or a placebo.
 
-    The p-values of the paired differences are adjusted by Holm's method over all methods, tasks and models together;
-    `alpha` is their significance level, the probability of any false difference. The interval is Student's 95% interval
-    of the mean difference, not adjusted. `all_runs` is from `configurations.add_selection_columns`.
+    The p-values of the paired sign-flip tests are adjusted by Holm's method over all methods, tasks and models
+    together. The interval is Student's 95% interval of the mean difference, not adjusted.
 
     Args:
-        test: a key of `paired.TESTS`. The sign-flip permutation test is exact for up to 20 pairs. The paired t-test
-            assumes approximately normal differences, and is not defined if all differences are equal.
+        all_runs: result of `configurations.add_selection_columns`.
         reference: name of a method, such as `random direction λ=1 ζ=0.4`. The settings at its end may be left out
             where only one method has the rest of the name.
 
@@ -117,12 +111,12 @@ def compare_methods(
     methods = [method for runs in by_model_and_task(all_runs) for method in _collect_methods(runs)]
     reference_by_task = _find_references(methods, reference)
     comparisons = [
-        _compare_with_reference(method, reference_method, reference, test)
+        _compare_with_reference(method, reference_method, reference)
         for method in methods
         if method is not (reference_method := reference_by_task.get((method.model, method.task)))
     ]
-    adjusted_comparisons, holm = _adjust_p_values(comparisons, test, alpha)
-    return ComparedMethods(methods, reference, adjusted_comparisons, holm, test, alpha)
+    adjusted_comparisons, holm = _adjust_p_values(comparisons)
+    return ComparedMethods(methods=methods, reference=reference, comparisons=adjusted_comparisons, holm=holm)
 
 
 def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], Method]:
@@ -143,17 +137,15 @@ def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], 
     return reference_by_task
 
 
-def _adjust_p_values(
-    comparisons: list[MethodComparison], test: str, alpha: float
-) -> tuple[list[MethodComparison], Holm]:
+def _adjust_p_values(comparisons: list[MethodComparison]) -> tuple[list[MethodComparison], Holm]:
     """Return the comparisons with adjusted p-values and, at Holm's strictest level, minimum detectable differences."""
     holm = paired.holm([comparison.unadjusted_p_value for comparison in comparisons])
     # Lower bounds of the adjusted p-values: what they would be if every test gave its minimum attainable p-value.
     minimum_holm = paired.holm([
-        None if comparison.unadjusted_p_value is None else _compute_minimum_p(comparison.statistics.pairs, test)
+        None if comparison.unadjusted_p_value is None else _compute_minimum_p(comparison.statistics.pairs)
         for comparison in comparisons
     ])  # fmt: skip
-    strictest_level = alpha / max(1, holm.tests)
+    strictest_level = ALPHA / max(1, holm.tests)
     adjusted_comparisons = []
     for comparison, p_value, minimum_adjusted_p in zip(comparisons, holm.adjusted, minimum_holm.adjusted, strict=True):
         differences = np.array(list(comparison.difference_by_seed.values()))
@@ -161,16 +153,14 @@ def _adjust_p_values(
             comparison.statistics,
             p_value=p_value,
             smallest_p=minimum_adjusted_p or 0.0,
-            smallest_difference=_compute_minimum_detectable_difference(differences, strictest_level, test),
+            smallest_difference=_compute_minimum_detectable_difference(differences, strictest_level),
             power=POWER,
         )
         adjusted_comparisons.append(replace(comparison, statistics=statistics))
     return adjusted_comparisons, holm
 
 
-def _compare_with_reference(
-    method: Method, reference: Method | None, reference_name: str, test: str
-) -> MethodComparison:
+def _compare_with_reference(method: Method, reference: Method | None, reference_name: str) -> MethodComparison:
     """Compare a method with the reference without adjusting the p-value.
 
     There are no pairs of runs if the reference is missing, or if it used another model or other data.
@@ -197,25 +187,23 @@ def _compare_with_reference(
         reference_chosen_among=reference.num_candidates if reference else 1,
         obstacle="" if has_same_inputs else "their models or their data differ, so that no score can be compared",
     )
-    p_value = paired.compute_p_value(list(difference_by_seed.values()), test)
+    p_value = paired.compute_p_value(list(difference_by_seed.values()), "sign-flip")
     return MethodComparison(method, reference, difference_by_seed, p_value, statistics)
 
 
-def _compute_minimum_p(num_pairs: int, test: str) -> float:
-    """Return the smallest p-value that a paired test can give for this number of pairs; 0 for the t-test."""
-    if test == "t":
-        return 0.0
+def _compute_minimum_p(num_pairs: int) -> float:
+    """Return the smallest p-value that the sign-flip test can give for this number of pairs."""
     is_exact = num_pairs <= paired.MAX_EXACT_PAIRS
     return paired.smallest_sign_flip_p(num_pairs) if is_exact else 1 / (paired.RESAMPLES + 1)
 
 
-def _compute_minimum_detectable_difference(differences: np.ndarray, level: float, test: str) -> float | None:
+def _compute_minimum_detectable_difference(differences: np.ndarray, level: float) -> float | None:
     """Return the minimum detectable difference of the paired t-test at a level, with the power `POWER`.
 
-    It is None if all differences are equal, or too few for a p-value of `test` below the level.
+    It is None if all differences are equal, or too few for a p-value of the sign-flip test below the level.
     """
     num_pairs = len(differences)
-    if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs, test) >= level:
+    if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs) >= level:
         return None
     return _compute_minimum_detectable_effect_size(num_pairs, level) * float(differences.std(ddof=1))
 

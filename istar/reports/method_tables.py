@@ -22,7 +22,7 @@ from istar.records.results import RunRecord
 from istar.reports.configurations import by_model_and_task, describe_hyperparameters, is_finite, row_dicts
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison, select_runs_by_method
 from istar.reports.paper_figures import MARKER_LEGEND, build_mean_point
-from istar.statistics import POWER, paired
+from istar.statistics import ALPHA, POWER, paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from istar.statistics.paired import mean_and_std
 
@@ -51,10 +51,11 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
         "configuration were chosen, the reported validation set itself or held-out training data. "
         f"Minus {reference}: mean "
         "difference over the seeds that both have, with Student's 95% interval, not corrected for the number of rows. "
-        f"p: two-sided {_describe_test(compared_methods.test)} over the pairs of seeds; "
+        f"p: two-sided paired sign-flip test (a permutation test, exact up to {paired.MAX_EXACT_PAIRS} pairs) over the "
+        "pairs of seeds; "
         f"{_describe_holm_correction(compared_methods)} Smallest: the smallest difference that so many seeds find with "
         f"probability {POWER:g}, by the paired t-test at {compared_methods.strictest_level:.2g}, Holm's strictest "
-        f"level ({compared_methods.alpha:g} / m). IsoScore: layers 1 to L before → after training.",
+        f"level ({ALPHA:g} / m). IsoScore: layers 1 to L before → after training.",
         header=("task, metric", "method", "mean ± std", "seeds", "trials", "chosen\non", f"minus\n{reference}",
                 "95% interval", "p", "p,\nHolm", "smallest", "collapsed", "IsoScore", "settings"),
         rows_by_group=group_rows_by_model(rows, _format_row),
@@ -70,15 +71,14 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
 
 def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
     """Return the table of conclusions: a sentence for each method, model and task on its comparison."""
-    alpha = compared_methods.alpha
     rows = [
         {
             "model": comparison.method.model,
             "task": comparison.method.task,
             "metric": comparison.method.metric,
             "method": comparison.method.name,
-            "verdict": verdict(comparison.statistics, alpha).value,
-            "conclusion": conclusion(comparison.statistics, alpha),
+            "verdict": verdict(comparison.statistics).value,
+            "conclusion": conclusion(comparison.statistics),
         }
         for comparison in compared_methods.comparisons
     ]
@@ -86,18 +86,13 @@ def build_conclusions_sheet(compared_methods: ComparedMethods) -> Sheet:
         name="conclusions",
         title="What these runs allow to conclude",
         caption=f"Each method of the table of all methods, compared with {compared_methods.reference} by fixed rules "
-        f"at the level {alpha:g}. {_describe_holm_correction(compared_methods)}",
+        f"at the level {ALPHA:g}. {_describe_holm_correction(compared_methods)}",
         # The sentences name task and method; further columns would push them off the screen of a phone.
         header=("conclusion",),
         rows_by_group=group_rows_by_model(rows, lambda row: [Entry(row["conclusion"])]),
         frame=pd.DataFrame(rows, columns=["model", "task", "metric", "method", "verdict", "conclusion"]),
         num_row_headers=0,
     )
-
-
-def _describe_test(test: str) -> str:
-    name = paired.TESTS[test]
-    return f"{name} (a permutation test, exact up to {paired.MAX_EXACT_PAIRS} pairs)" if test == "sign-flip" else name
 
 
 def _describe_holm_correction(compared_methods: ComparedMethods) -> str:
@@ -147,8 +142,8 @@ def _build_row(
         "smallest_difference": statistics.smallest_difference,
         "smallest_level": None if statistics.smallest_difference is None else compared_methods.strictest_level,
         "equal_budgets": None if comparison.reference is None else statistics.has_equal_budgets,
-        "show_p_values": verdict(statistics, compared_methods.alpha) is not Verdict.NONE,
-        "conclusion": conclusion(statistics, compared_methods.alpha),
+        "show_p_values": verdict(statistics) is not Verdict.NONE,
+        "conclusion": conclusion(statistics),
     }
 
 

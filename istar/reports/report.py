@@ -23,14 +23,12 @@ from istar.reports import (
     method_tables,
     paper_figures,
     paper_tables,
-    plan_file,
-    rank_figure,
     sweep_commands,
+    task_averages,
     training_figures,
 )
-from istar.reports.plan_file import Plan
 from istar.reports.run_frame import Runs, read_runs
-from istar.statistics import ALPHA, TEST, conclusions
+from istar.statistics import conclusions
 
 REPORT_KIND = PageKind("report", "istar report")
 
@@ -43,25 +41,17 @@ class WrittenReport:
     num_runs: int
 
 
-def write_report(
-    root: Path,
-    out: Path,
-    console: Console | None = None,
-    plan_path: Path | None = None,
-    reference: str = BASE_LABEL,
-) -> WrittenReport:
+def write_report(root: Path, out: Path, console: Console | None = None, reference: str = BASE_LABEL) -> WrittenReport:
     """Write the report of the runs below `root` to the folder `out`.
 
     An earlier report in `out` is replaced, and other files stay as they are. `console` shows the progress if it is a
-    terminal. With a `plan.yaml` from `istar plan`, the report uses the plan's test and significance level, and lists
-    the departures from it. The other methods are compared with `reference`, see `method_comparisons.compare_methods`.
+    terminal. The other methods are compared with `reference`, see `method_comparisons.compare_methods`.
 
     Raises:
-        UserError: if `plan_path` is not a plan, if `root` lacks runs, if no method or several are the reference, if
-            `out` contains files that are not a report, or if it cannot be written.
+        UserError: if `root` lacks runs, if no method or several are the reference, if `out` contains files that are not
+            a report, or if it cannot be written.
     """
-    page_folder.check(out, REPORT_KIND, (root,) if plan_path is None else (root, plan_path))
-    plan = None if plan_path is None else plan_file.read_plan(plan_path)
+    page_folder.check(out, REPORT_KIND, (root,))
     with make_progress(console) as progress:
         progress_task = progress.add_task("reading runs", total=None)
         runs = read_runs(root, keep_records=True, excluded=out)
@@ -70,7 +60,7 @@ def write_report(
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
         progress.update(progress_task, description="computing tables and figures")
-        sheets, sections = _compute_contents(runs, root, plan_path, plan, reference)
+        sheets, sections = _compute_contents(runs, root, reference)
         plots = [plot for _, plot in sections if plot is not None]
         num_pictures = sum(len({panel.model for panel in plot.panels}) for plot in plots)
         progress.update(progress_task, total=num_pictures, description="drawing figures")
@@ -95,18 +85,13 @@ def _count_runs(runs: Runs) -> list[tuple[str, str]]:
 
 
 def _compute_contents(
-    runs: Runs, root: Path, plan_path: Path | None, plan: Plan | None, reference: str
+    runs: Runs, root: Path, reference: str
 ) -> tuple[dict[str, Sheet], list[tuple[Section, Plot | None]]]:
-    """Return all tables of the report by name, and its sections, each with the plot that it will show.
-
-    The test and the significance level are the plan's, if there is one.
-    """
+    """Return all tables of the report by name, and its sections, each with the plot that it will show."""
     all_runs, records = configurations.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = geometry_file.read_geometries(all_runs[all_runs["usable"]]["folder"])
     table1_cells = configurations.select_cells(all_runs)
-    test, alpha = (TEST, ALPHA) if plan is None else (plan.test["name"], plan.test["alpha"])
-    compared_methods = method_comparisons.compare_methods(all_runs, test, alpha, reference)
-    ranked_methods = rank_figure.rank_methods(compared_methods)
+    compared_methods = method_comparisons.compare_methods(all_runs, reference)
     training_plots = [
         *training_figures.build_learning_curve_plots(table1_cells, records),
         *training_figures.build_training_plots(all_runs),
@@ -127,18 +112,12 @@ def _compute_contents(
         method_tables.build_conclusions_sheet(compared_methods),
         method_tables.build_methods_sheet(compared_methods),
         method_tables.build_class_isotropy_sheet(all_runs, records),
-        rank_figure.build_rank_sheet(ranked_methods),
+        task_averages.build_over_tasks_sheet(compared_methods),
         paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
         paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
     ]
     command = f"istar report {shlex.quote(str(root))} --out report"
-    departures_summary = []
-    if plan is not None:
-        departures = plan_file.find_departures(plan, all_runs)
-        departures_summary = [plan_file.summarize_departures(plan, departures)]
-        all_sheets.append(plan_file.build_departures_sheet(departures))
-        command += f" --plan {shlex.quote(str(plan_path))}"
-    summary = [conclusions.summary([row.statistics for row in compared_methods.comparisons], alpha)]
+    summary = [conclusions.summary(row.statistics for row in compared_methods.comparisons)]
     if reference != BASE_LABEL:
         summary.insert(0, f"Methods are compared with {reference}, not with Base.")
         command += f" --reference {shlex.quote(reference)}"
@@ -150,9 +129,8 @@ def _compute_contents(
     guide = f"{sheets['conclusions'].caption} {_READING_GUIDE}"
     sections = [
         _build_section(replace(sheets["conclusions"], caption=guide), paragraphs=summary),
-        *([_build_section(sheets["departures"], paragraphs=departures_summary)] if plan is not None else []),
         _build_section(sheets["methods"], method_tables.build_all_methods_plot(compared_methods)),
-        _build_section(sheets["over_tasks"], rank_figure.build_rank_plot(ranked_methods)),
+        _build_section(sheets["over_tasks"]),
         _build_section(sheets["class_isotropy"]),
         *(_build_section(None, plot, commands) for plot in training_plots),
         _build_section(sheets["cost"]),
@@ -190,7 +168,7 @@ def _build_section(
         sheet=sheet,
         empty_note="" if has_content else " ".join(notes) or "No run has what it shows.",
         commands=(commands or {}).get(artefact.name, ()),
-        is_wide=artefact.name in ("table1", "conclusions", "methods", "departures"),
+        is_wide=artefact.name in ("table1", "conclusions", "methods"),
     )
     return section, replace(plot, reference_label=BASE_LABEL) if plot is not None and plot.panels else None
 

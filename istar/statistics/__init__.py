@@ -4,7 +4,5 @@ This package depends on NumPy and SciPy only, and knows nothing about runs: call
 in its modules `paired`, `power`, `tasks` and `conclusions`.
 """
 
-TEST = "sign-flip"
-"""Default test of a comparison in plans and reports; a key of `istar.statistics.paired.TESTS`."""
 ALPHA, POWER = 0.05, 0.8
 """Significance level, and probability of finding the smallest difference that a comparison names."""

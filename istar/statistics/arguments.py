@@ -16,31 +16,19 @@ def to_finite_vector(values: ArrayLike, name: str, min_length: int) -> Vector:
     `name` says in the plural what the values are, for the error message.
 
     Raises:
-        UserError: if the values are not one-dimensional, fewer than `min_length`, or not finite.
+        UserError: if the values are not numbers, not one-dimensional, fewer than `min_length`, or not finite.
     """
-    vector = to_finite_array(values, name)
+    try:
+        vector = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} are not an array of numbers; expected numbers, and rows of equal length") from error
+    if not np.isfinite(vector).all():
+        raise UserError(f"{name} include NaN or infinite values; leave those runs out of both methods")
     if vector.ndim != 1:
         raise UserError(f"{name} have the shape {vector.shape}; expected one dimension")
     if len(vector) < min_length:
         raise UserError(f"there are {len(vector)} {name}; expected at least {min_length}")
     return vector
-
-
-def to_finite_array(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    """Return the values as a float64 array, after checking that they are finite.
-
-    `name` says in the plural what the values are, for the error message.
-
-    Raises:
-        UserError: if the values are not numbers or not finite.
-    """
-    try:
-        array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{name} are not an array of numbers; expected numbers, and rows of equal length") from error
-    if not np.isfinite(array).all():
-        raise UserError(f"{name} include NaN or infinite values; leave those runs out of both methods")
-    return array
 
 
 def is_constant(values: Vector, scale: float = 1.0) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from istar.errors import UserError
+from istar.statistics import ALPHA
 from istar.statistics.arguments import check_probability
 
 
@@ -73,7 +74,7 @@ class Comparison:
             raise UserError(f"{name}: the interval {self.interval} does not contain the difference {self.difference:g}")
 
 
-def verdict(row: Comparison, alpha: float = 0.05) -> Verdict:
+def verdict(row: Comparison, alpha: float = ALPHA) -> Verdict:
     """Return what a comparison allows to conclude, by the rules that `conclusion` lists.
 
     `alpha` is the significance level for the adjusted p-value.
@@ -91,7 +92,7 @@ def verdict(row: Comparison, alpha: float = 0.05) -> Verdict:
     return Verdict.BETTER if (row.difference > 0) != row.lower_is_better else Verdict.WORSE
 
 
-def conclusion(row: Comparison, alpha: float = 0.05) -> str:
+def conclusion(row: Comparison, alpha: float = ALPHA) -> str:
     """Return sentences that say what a comparison allows to conclude and what not.
 
     The first of these rules that applies gives the main sentence:
@@ -183,7 +184,7 @@ def _find_obstacle(row: Comparison, alpha: float) -> str:
     return ""
 
 
-def summary(rows: Iterable[Comparison], alpha: float = 0.05) -> str:
+def summary(rows: Iterable[Comparison], alpha: float = ALPHA) -> str:
     """Return a sentence that counts the verdicts of a table's comparisons, and one that counts collapsed runs.
 
     `alpha` is the significance level for the adjusted p-values.

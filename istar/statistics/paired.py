@@ -11,7 +11,7 @@ intervals in 83, 90 and 93%.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -27,8 +27,6 @@ from istar.statistics.arguments import (
     to_finite_vector,
 )
 
-TESTS = {"t": "paired t-test", "sign-flip": "paired sign-flip test"}
-"""Paired tests of a mean difference by their short names: `t_test` and `sign_flip_test`."""
 MAX_EXACT_PAIRS = 20
 """Largest number of pairs for which `sign_flip_test` enumerates all sign patterns; half a million by symmetry."""
 RESAMPLES = 99_999
@@ -153,8 +151,8 @@ def mean_and_std(values: Sequence[float]) -> MeanAndStd:
     return MeanAndStd(float(np.mean(values)), std, len(values))
 
 
-def compute_p_value(differences: Sequence[float], test: str) -> float | None:
-    """Return the two-sided p-value of the test with this name in `TESTS`, or None where it is not defined."""
+def compute_p_value(differences: Sequence[float], test: Literal["t", "sign-flip"]) -> float | None:
+    """Return the two-sided p-value of `t_test` or `sign_flip_test`, or None where it is not defined."""
     if len(differences) < 2:
         return None
     if test == "sign-flip":

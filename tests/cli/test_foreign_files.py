@@ -33,7 +33,6 @@ CASES: dict[str, list[str]] = {
     "correlate": ["{tables}/correlation.csv {tables}/table.csv --out {out}"],
     "report": ["{runs} --out {out}"],
     "results": ["{runs} --out {out}/runs.csv"],
-    "plan": ["task=rte --out {out}"],
 }
 """Arguments of each command that writes results, by command."""
 ARGUMENTS = [f"{command} {arguments}" for command, lists in CASES.items() for arguments in lists]
@@ -42,7 +41,7 @@ FOREIGN_FILES = (
     "embeddings.json", "embeddings.csv", "wordsim.csv", "unused.csv", "frequency.csv", "words.csv",
     "embeddings.safetensors", "tokens.txt", "model/config.json", "model/model.safetensors", "model/notes.txt",
     "correlation.csv", "table.csv", "table.md", "figures/scores.svg", "figures/mine.png", "figures/isotropy.svg",
-    "tables/mine.csv", "tables/layers.csv", "runs.csv", "plan.yaml",
+    "tables/mine.csv", "tables/layers.csv", "runs.csv",
     "step1/measures.json", ".pass.0.0-1", "..pass", ".model/mine", "notes.txt", ".istar/mine",
 )  # fmt: skip
 
@@ -108,7 +107,7 @@ def test_a_single_foreign_file_is_enough(world: Path, capsys: pytest.CaptureFixt
     names = {
         "measure": ("figures/mine.png", "index.html", "tables/x"), "compare": ("figures/mine.png", "index.html"),
         "embed": ("embeddings.csv",), "correlate": ("tables/correlations.csv", "figures/scores.png"),
-        "report": ("figures/mine.png", "index.html"), "results": ("runs.csv",), "plan": ("plan.yaml",),
+        "report": ("figures/mine.png", "index.html"), "results": ("runs.csv",),
     }[arguments.split()[0]]  # fmt: skip
     if arguments.startswith("embed") and "--save model" in arguments:
         names = (*names, "wordsim.csv", "tokens.txt", "model/notes.txt")
@@ -124,14 +123,14 @@ def test_a_single_foreign_file_is_enough(world: Path, capsys: pytest.CaptureFixt
 def test_links_are_not_followed(world: Path, arguments: str) -> None:
     write_files(world / "elsewhere", FOREIGN_FILES)
     (world / "out").mkdir()
-    for name in ("figures", "tables", "model", "runs.csv", "plan.yaml", "embeddings.json", "index.html"):
+    for name in ("figures", "tables", "model", "runs.csv", "embeddings.json", "index.html"):
         (world / "out" / name).symlink_to(world / "elsewhere" / name)
     tree = read_tree(world)
     assert call(world, arguments, world / "out") == 2
     assert read_tree(world) == tree
 
 
-@pytest.mark.parametrize("arguments", [arguments for arguments in ARGUMENTS if not arguments.startswith("plan")])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_an_input_is_never_replaced(world: Path, arguments: str) -> None:
     """The output folder is an input, or the folder that holds it."""
     tree = read_tree(world)

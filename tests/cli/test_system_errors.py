@@ -187,7 +187,6 @@ def test_a_class_that_is_no_model_is_replaced_by_that_of_the_model_type(tmp_path
         ("measure {model} --text {folder}", "folder/text.txt"),
         ("correlate {pipe} {pipe}", "pipe"),
         ("measure --checkpoints {model} --text {model} --steps {pipe}", "pipe"),
-        ("report {folder} --plan {pipe}", "pipe"),
     ],
 )
 def test_a_pipe_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, name: str) -> None:

@@ -279,7 +279,7 @@ def test_rows_with_long_names_have_room_and_a_reference_line() -> None:
     names = ["Base", "I-STAR λ=1 ζ=0.4 schedule=cosine precision=bf16-mixed batch_size=16"]
     lines = [Line(name, (0.5 + row,), (row,), x_error=(0.0,)) for row, name in enumerate(names)]
     panel = Panel("", lines, "accuracy, percent: demo · tiny", vertical_line=(0.4, "a constant prediction"))
-    figure = rendering._draw_figure(Plot("name", "title", "caption", "ranks", "mean over seeds", (panel, panel)))
+    figure = rendering._draw_figure(Plot("name", "title", "caption", "rows", "mean over seeds", (panel, panel)))
     figure.draw_without_rendering()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a constant prediction"]
     top, bottom = figure.axes

@@ -5,7 +5,6 @@ call from then on, as if it were killed. Then each file must be the old or the n
 new ones and leave nothing unfinished.
 """
 
-import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -28,8 +27,7 @@ from istar.finetune.training.checkpoints import (
     read_checkpoint,
     remove_old_checkpoints,
 )
-from istar.reports import plan_file, run_frame
-from tests.reports.plans import make_plan
+from istar.reports import run_frame
 
 KILLED = 77
 SYSTEM_CALLS = ("rename", "replace", "unlink", "mkdir", "rmdir")
@@ -140,16 +138,6 @@ def _copy(output: Output, draft: Path) -> Path:
     return copy
 
 
-def write_plan(root: Path, version: str) -> None:
-    is_new = not (root / plan_file.PLAN).exists() and not list(root.glob("*old*"))
-    plan_file.write_plan(_make_plan(version), root, force=not is_new)
-
-
-@functools.cache
-def _make_plan(version: str) -> plan_file.Plan:
-    return make_plan([], istar_version=version)
-
-
 def write_runs(root: Path, version: str) -> None:
     run_frame.export_frame(pd.DataFrame({"version": [version]}), root / "runs.csv")
 
@@ -215,27 +203,6 @@ def test_a_writer_that_is_killed_at_any_step(
         assert final_tree == new_tree, count
         count += 1
     assert count > 3
-
-
-@pytest.mark.parametrize("has_earlier", [False, True])
-def test_a_plan_that_is_killed_at_any_step(tmp_path: Path, has_earlier: bool, is_killed: Callable[..., bool]) -> None:
-    count, killed = 1, True
-    while killed:
-        root = tmp_path / str(count)
-        if has_earlier:
-            write_plan(root, "1")
-            old_tree = read_tree(root)
-        killed = is_killed(lambda root=root: write_plan(root, "2"), count)
-        if has_earlier:
-            plans = [path.read_bytes() for path in root.glob("plan*.yaml")]
-            assert old_tree["plan.yaml"] in plans
-            assert (root / "plan.yaml").exists()
-        if killed:
-            write_plan(root, "2")
-        assert plan_file.read_plan(root / "plan.yaml").istar_version == "2"
-        assert not [path for path in root.rglob(".*") if path.name != STATE_FOLDER]
-        count += 1
-    assert count > 5
 
 
 def test_a_checkpoint_is_whole_after_each_kill(tmp_path: Path, is_killed: Callable[..., bool]) -> None:

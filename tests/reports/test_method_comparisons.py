@@ -17,12 +17,8 @@ from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 
-def compare_methods_in(
-    root: Path, test: str = "sign-flip", alpha: float = 0.05, reference: str = "Base"
-) -> ComparedMethods:
-    return compare_methods(
-        configurations.add_selection_columns(read_runs(root, keep_records=True)), test, alpha, reference
-    )
+def compare_methods_in(root: Path, reference: str = "Base") -> ComparedMethods:
+    return compare_methods(configurations.add_selection_columns(read_runs(root, keep_records=True)), reference)
 
 
 def read_comparisons_by_method(root: Path) -> dict[tuple[str, str, str], MethodComparison]:
@@ -367,33 +363,6 @@ def test_five_seeds_are_too_few_for_the_test(tmp_path: Path) -> None:
     assert "they have 5 seeds in common, with which the test cannot" in conclusion(comparison.statistics)
 
 
-def test_the_t_test_of_a_plan_is_paired_and_needs_fewer_seeds(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-    base_scores = random.uniform(0.4, 0.6, 5)
-    score_by_method = {
-        "I-STAR λ=-1 ζ=0.4": base_scores - 0.2 + random.normal(0, 0.01, 5),
-        "I-STAR λ=1 ζ=0.4": base_scores + random.normal(0, 0.01, 5),
-        "I-STAR λ=3 ζ=0.4": base_scores + 0.125,  # the test of equal differences is not defined
-    }
-    for reg, scores in zip(
-        (BASE, istar(-1), istar(1), istar(3)), (base_scores, *score_by_method.values()), strict=True
-    ):
-        save_all(tmp_path, reg, dict(enumerate(scores.tolist(), 1)))
-    compared_methods = compare_methods_in(tmp_path, test="t")
-    comparison_by_name = {comparison.method.name: comparison for comparison in compared_methods.comparisons}
-    p_values = [
-        float(stats.ttest_rel(score_by_method[name], base_scores).pvalue)
-        for name in ("I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4")
-    ]
-    for name, adjusted in zip(score_by_method, adjust_by_holm(p_values), strict=False):
-        assert comparison_by_name[name].statistics.p_value == pytest.approx(adjusted, rel=1e-9)
-        assert comparison_by_name[name].statistics.smallest_p == 0
-        assert comparison_by_name[name].statistics.smallest_difference is not None
-    verdicts = [verdict(comparison_by_name[name].statistics) for name in score_by_method]
-    assert verdicts == [Verdict.WORSE, Verdict.NO_DIFFERENCE, Verdict.NONE]
-    assert compared_methods.test == "t"
-
-
 def test_methods_are_compared_with_another_reference(tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     placebo = {"name": "random_direction", "lambda": 1.0}
@@ -403,12 +372,12 @@ def test_methods_are_compared_with_another_reference(tmp_path: Path) -> None:
     }
     for reg, score_by_seed in zip((BASE, cosreg(), placebo), scores.values(), strict=True):
         save_all(tmp_path, reg, score_by_seed)
-    compared = compare_methods_in(tmp_path, test="t", reference="random direction")
+    compared = compare_methods_in(tmp_path, reference="random direction")
     assert compared.reference == "random direction"
     assert [comparison.method.name for comparison in compared.comparisons] == ["Base", "CosReg λ=1"]
     placebo_scores = 100 * np.array(list(scores["random direction λ=1"].values()))
     p_values = [
-        float(stats.ttest_rel(100 * np.array(list(scores[name].values())), placebo_scores).pvalue)
+        compute_permutation_p(100 * np.array(list(scores[name].values())) - placebo_scores)
         for name in ("Base", "CosReg λ=1")
     ]
     for comparison, adjusted_p in zip(compared.comparisons, adjust_by_holm(p_values), strict=True):
@@ -419,7 +388,7 @@ def test_methods_are_compared_with_another_reference(tmp_path: Path) -> None:
         assert comparison.statistics.difference == pytest.approx(mean_difference)
     assert conclusion(compared.comparisons[1].statistics).startswith("CosReg λ=1 is better than random direction λ=1")
     # The full name gives the same comparison.
-    in_full = compare_methods_in(tmp_path, test="t", reference="random direction λ=1")
+    in_full = compare_methods_in(tmp_path, reference="random direction λ=1")
     assert [row.statistics for row in in_full.comparisons] == [row.statistics for row in compared.comparisons]
 
 

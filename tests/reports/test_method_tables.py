@@ -80,20 +80,6 @@ def test_sentences_are_in_the_page_and_in_the_files(tmp_path: Path) -> None:
     assert "at 0.05, Holm's strictest level (0.05 / m)" in sheet.caption
 
 
-@pytest.mark.parametrize(("alpha", "verdict"), [(0.05, "better"), (0.01, "no conclusion")])
-def test_the_significance_level_decides(tmp_path: Path, alpha: float, verdict: str) -> None:
-    # With six differences of the same sign, the p-value is 2 / 2^6 = 0.031, which is the smallest one that is possible.
-    for seed in range(1, 7):
-        save(record("rte", "mine", BASE, seed, 0.5), tmp_path)
-        save(record("rte", "mine", istar(-1), seed, 0.5 + 0.01 * seed), tmp_path)
-    all_runs = configurations.add_selection_columns(read_runs(tmp_path, keep_records=True))
-    compared = compare_methods(all_runs, alpha=alpha)
-    conclusions = build_conclusions_sheet(compared)
-    assert list(conclusions.frame["verdict"]) == [verdict]
-    assert f"fixed rules at the level {alpha:g}." in conclusions.caption
-    assert f"Holm's strictest level ({alpha:g} / m)" in build_methods_sheet(compared).caption
-
-
 def test_no_finished_run(tmp_path: Path) -> None:
     save(record("rte", "mine", BASE, 1, status="failed"), tmp_path)
     compared = compare_methods(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))

@@ -29,14 +29,12 @@ from istar.reports import (
     method_comparisons,
     paper_figures,
     paper_tables,
-    plan_file,
     report,
     run_frame,
     sweep_commands,
     training_figures,
 )
 from istar.reports.run_frame import read_runs
-from tests.reports import plans
 from tests.reports.simulated_stability import BATCH_SIZES, SCORES, ZETAS, compute_stability_scores, make_variances
 from tests.reports.synthetic import (
     BASE,
@@ -729,53 +727,21 @@ def test_the_command(one_run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_departures_from_a_plan(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_reference(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runs = [plans.run("rte", reg, seed) for reg in (BASE, istar()) for seed in (1, 2)]
-    plan = plan_file.write_plan(plans.make_plan(runs), tmp_path / "my plan")
-    for run in runs:
-        save(run, tmp_path / "runs", geometry=False)
-    assert main(["report", "runs", "--plan", str(plan)]) == 0
-    page = parsed(tmp_path / "report" / "index.html")
-    assert "departures" in page.ids
-    assert "The runs do not depart from it." in "".join(page.text)
-    assert f"--plan '{plan}'" in "".join(page.text)
-    # The report uses the test and the significance level of the plan.
-    assert "p: two-sided paired t-test" in "".join(page.text)
-    assert "compared with Base by fixed rules at the level 0.01." in "".join(page.text)
-    assert pd.read_csv("report/tables/departures.csv").empty
-    save(plans.run("rte", istar(), 3, commit="<b>d00d"), tmp_path / "runs", geometry=False)
-    assert main(["report", "runs", "--plan", str(plan)]) == 0
-    text = "".join(parsed(tmp_path / "report" / "index.html").text)
-    assert "There are 2 departures from it." in text
-    assert "commit <b>d00d" in text
-    departures = pd.read_csv("report/tables/departures.csv")
-    assert set(departures["departure"]) == {"run that was not planned", "other code"}
-    assert main(["report", "runs", "--plan", str(plan), "--reference", "I-STAR"]) == 0
+    for reg, seed in itertools.product((BASE, istar()), (1, 2)):
+        save(record("rte", "mine", reg, seed), tmp_path / "runs", geometry=False)
+    assert main(["report", "runs", "--reference", "I-STAR"]) == 0
     page = parsed(tmp_path / "report" / "index.html")
     assert "Methods are compared with I-STAR, not with Base." in "".join(page.text)
     assert "Minus I-STAR: mean difference" in "".join(page.text)
-    assert f"--plan '{plan}' --reference I-STAR" in "".join(page.text)
+    assert "istar report runs --out report --reference I-STAR" in "".join(page.text)
     methods = pd.read_csv("report/tables/methods.csv").set_index("method")
     assert methods["minus_reference"].notna().to_dict() == {"Base": True, "I-STAR λ=-1 ζ=0.4": False}
-    assert main(["report", "runs"]) == 0
-    page_without_plan = parsed(tmp_path / "report" / "index.html")
-    assert "departures" not in page_without_plan.ids
-    assert "p: two-sided paired sign-flip test" in "".join(page_without_plan.text)
     capsys.readouterr()
     contents_before = contents(tmp_path / "report")
     assert main(["report", "runs", "--reference", "VICReg"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: no finished run is of the method 'VICReg'; expected one of 'Base', 'I-STAR λ=-1 ζ=0.4'"
     ]
-    (tmp_path / "left.yaml").write_text("name: rte", encoding="utf-8")
-    for wrong_path, message in (
-        ("nowhere.yaml", "there is no such file"),
-        ("my plan", "expected the plan.yaml"),
-        ("left.yaml", "is not a plan"),
-    ):
-        assert main(["report", "runs", "--plan", wrong_path]) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {wrong_path}")
-        assert message in line
     assert contents(tmp_path / "report") == contents_before

@@ -103,7 +103,7 @@ def build_comparison_plots(configurations_by_task: ConfigurationsByTask) -> list
     metric_panels, isoscore_panels = zip(*starmap(_build_panels, configurations_by_task.items()), strict=True)
     statistics = "mean over seeds ± standard deviation"
     metric_plot = Plot(
-        "comparison-metric", "Metrics", f"On the validation set: {statistics}.", "ranks", statistics, metric_panels
+        "comparison-metric", "Metrics", f"On the validation set: {statistics}.", "rows", statistics, metric_panels
     )
     isoscore_plot = Plot(
         "comparison-isoscore", "IsoScore by layer", f"On the validation set: {statistics}.", "line",

@@ -10,7 +10,7 @@ from hydra.core.config_loader import ConfigLoader
 from rich.console import Console
 from rich.progress import track
 
-from istar.errors import UserError, mask_secrets
+from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.finetune.runs import extras
 from istar.finetune.runs.finished_runs import read_finished_run
@@ -23,7 +23,6 @@ from istar.records import results
 from istar.records.config import Config, SweepConfig, WandbConfig, schema
 from istar.records.identity import Inputs, label_inputs
 from istar.records.results import RunRecord
-from istar.records.run_rows import PlannedRun, Repetitions
 
 _MIN_RUNS_FOR_PROGRESS_BAR = 50  # with at least as many runs, composing their configs shows a progress bar
 
@@ -267,51 +266,3 @@ class SweepRuns:
 def _get_inputs(trial: Trial) -> Inputs:
     task, model = trial.config.task, trial.config.model
     return Inputs(task.name, task.data_dir, model.name, model.revision)
-
-
-def describe_sweep(request: SweepRequest, console: Console) -> dict[str, Any]:
-    """Compose the runs of a sweep, and return the fields of its plan (`istar.reports.plan_file.Plan`) as a dictionary.
-
-    The list of runs is empty for a search.
-
-    Raises:
-        UserError: if the data or the model of a run cannot be loaded, or a run cannot be used.
-    """
-    runs = list_runs(request, console)
-    is_search = request.settings.search == "optuna"
-    if is_search:
-        runs.compose_sample_config()  # refuses data that cannot be loaded
-    if any(trial.config.run.smoke for trial in runs.trial_by_name.values()):
-        raise UserError("smoke runs are never counted, so that a plan has none; leave out debug=smoke and fast_dev_run")
-    if failed_entries := runs.state.entries_with("failed"):
-        raise UserError(f"{failed_entries[0].error} (a plan identifies its runs by their data and models)")
-    return {
-        "overrides_by_grid": {
-            grid: [mask_secrets(override.input_line or "") for override in space.values()]
-            for grid, space in runs.space_by_grid.items()
-        },
-        "trials": request.settings.trials if is_search else None,
-        "seeds_of_best": list(request.settings.seeds),
-        "runs": [
-            PlannedRun(name=entry.name, task=entry.task, model=entry.model, method=entry.method, seed=entry.seed)
-            for entry in runs.state.entries
-        ],
-        "repetitions": _list_repetitions(runs),
-    }
-
-
-def _list_repetitions(runs: SweepRuns) -> list[Repetitions]:
-    """List for each group the names of all runs that `sweep.seeds` may add for its best run."""
-    repetitions_by_group: dict[tuple[str, ...], Repetitions] = {}
-    for entry in runs.state.entries:
-        for seed in runs.request.settings.seeds:
-            config = runs.compose_config(trials.replace_seed(tuple(entry.overrides), seed))
-            name = runs.run_folders.find(config).name
-            if name in runs.entry_by_name:
-                continue
-            task, model, method, grid = group = runs.selection_group(entry)
-            new_group = Repetitions(task=task, model=model, method=method, grid=grid, seeds=[], names=[])
-            repetitions = repetitions_by_group.setdefault(group, new_group)
-            repetitions["seeds"] = sorted({*repetitions["seeds"], seed})
-            repetitions["names"] = sorted({*repetitions["names"], name})
-    return list(repetitions_by_group.values())

@@ -532,7 +532,7 @@ class RunConfig:
     root: str = "runs"
     """Folder that contains the run folders."""
     smoke: bool = False
-    """Mark the run as a test of its config, which no table, comparison or plan counts. `debug=smoke` and
+    """Mark the run as a test of its config, which no table or comparison counts. `debug=smoke` and
     `trainer.fast_dev_run` do this."""
     overwrite: bool = False
     """Start again even if the run is finished or can be resumed; the existing folder is renamed, not deleted."""

@@ -1,8 +1,6 @@
 import io
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.errors import HydraException
@@ -10,52 +8,39 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from istar.errors import UserError
-from istar.finetune.sweeps.planned_runs import SweepRuns, describe_sweep
+from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.trials import replace_seed
 from istar.records.config import schema
 from istar.records.config.schema import to_dict
-from istar.reports.plan_file import plan_test
-from istar.statistics import ALPHA, POWER, TEST
-from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
+from tests.finetune.sweeps.conftest import TINY, with_all_runs
 
 MakeRuns = Callable[..., SweepRuns]
 SMALL = TINY[1:]
 
 
-def describe(sweep: SweepRuns) -> dict[str, Any]:
-    return describe_sweep(sweep.request, Console(quiet=True))
+def list_names(sweep: SweepRuns) -> list[str]:
+    return list(with_all_runs(sweep).trial_by_name)
 
 
 def test_the_runs_of_a_grid(make_runs: MakeRuns) -> None:
-    sweep = make_runs("reg=none,cosreg", "optim.lr=1e-3,1e-4", "seed=1,2", *SMALL)
-    fields = describe(sweep)
-    runs = fields["runs"]
-    assert [run["name"] for run in runs] == list(with_all_runs(sweep).trial_by_name)
-    assert [(run["method"], run["seed"]) for run in runs] == [
+    entries = with_all_runs(make_runs("reg=none,cosreg", "optim.lr=1e-3,1e-4", "seed=1,2", *SMALL)).state.entries
+    assert [(entry.method, entry.seed) for entry in entries] == [
         (method, seed) for method in ("Base", "CosReg λ=1") for _ in range(2) for seed in (1, 2)
     ]
-    assert {(run["task"], run["model"]) for run in runs} == {("demo", "tiny")}
-    assert (fields["trials"], fields["seeds_of_best"], fields["repetitions"]) == (None, [], [])
-    assert fields["overrides_by_grid"][""][:2] == ["reg=none,cosreg", "optim.lr=1e-3,1e-4"]
+    assert {(entry.task, entry.model) for entry in entries} == {("demo", "tiny")}
 
 
 def test_a_penalty_of_weight_0_is_base(make_runs: MakeRuns) -> None:
-    fields = describe(make_runs("reg=none,istar", "reg.lambda=0,1", "seed=1,2", *SMALL))
-    assert {run["method"] for run in fields["runs"]} == {"Base", "I-STAR λ=1 ζ=0.4"}
-    assert plan_test(TEST, ALPHA, None, POWER, fields["runs"], fields["repetitions"])["comparisons"] == 1
-
-
-def test_a_plan_has_no_smoke_runs(make_runs: MakeRuns) -> None:
-    with pytest.raises(UserError, match="smoke runs are never counted"):
-        describe(make_runs("seed=1,2", "trainer.fast_dev_run=true", *SMALL))
+    sweep = with_all_runs(make_runs("reg=none,istar", "reg.lambda=0,1", "seed=1,2", *SMALL))
+    assert {entry.method for entry in sweep.state.entries} == {"Base", "I-STAR λ=1 ζ=0.4"}
 
 
 def test_settings_that_do_not_change_the_outcome_do_not_change_the_names(make_runs: MakeRuns) -> None:
     arguments = ("seed=1,2", *TINY[1:-2])
-    names = [run["name"] for run in describe(make_runs(*arguments, *TINY[-2:]))["runs"]]
+    names = list_names(make_runs(*arguments, *TINY[-2:]))
     others = ("trainer.accelerator=auto", "trainer.devices=1", "data.num_workers=2", "run.save_model=false")
-    assert names == [run["name"] for run in describe(make_runs(*arguments, *others))["runs"]]
-    assert names != [run["name"] for run in describe(make_runs(*arguments, "optim.lr=1e-2"))["runs"]]
+    assert names == list_names(make_runs(*arguments, *others))
+    assert names != list_names(make_runs(*arguments, "optim.lr=1e-2"))
 
 
 @pytest.mark.parametrize(
@@ -118,35 +103,6 @@ def test_a_search_has_one_trial_for_the_combinations_that_are_the_same_run(make_
     assert sweep.run_name(("reg=istar", "reg.lambda=0.5", *SMALL)) not in names
 
 
-GRIDS = {
-    "base": {"reg": "none"},
-    "down": {"reg": "istar", "reg.lambda": -1},
-    "up": {"reg": "istar", "reg.lambda": 1},
-}
-
-
-def test_repetitions_have_the_names_that_the_sweep_gives_them(make_runs: MakeRuns) -> None:
-    """`sweep.seeds` repeats the best run of each task, model, method and grid, whichever run that is."""
-    arguments = ("task=demo,demo_sentence", "optim.lr=1e-3,1e-4", "seed=1", *SMALL)
-    sweep = with_grids(make_runs(*arguments), GRIDS, seeds=[1, 2])
-    fields = describe(sweep)
-    with_all_runs(sweep)
-    groups = [(group["task"], group["model"], group["method"], group["grid"]) for group in fields["repetitions"]]
-    assert sorted(groups) == sorted(set(map(sweep.selection_group, sweep.state.entries)))
-    assert {group[3] for group in groups} == set(GRIDS)
-    assert len(groups) == 2 * len(GRIDS)
-    assert all(group["seeds"] == [2] for group in fields["repetitions"])
-    assert fields["seeds_of_best"] == [1, 2]
-    assert set(fields["overrides_by_grid"]) == set(GRIDS)
-    # Two grids of the same penalty are two methods, each compared with base in each task.
-    assert plan_test(TEST, ALPHA, None, POWER, fields["runs"], fields["repetitions"])["comparisons"] == 2 * 2
-    names = {name for group in fields["repetitions"] for name in group["names"]}
-    assert len(names) == len(sweep.trial_by_name)
-    assert not names & set(sweep.trial_by_name)
-    for entry in list(sweep.state.entries):
-        assert sweep.run_name(replace_seed(tuple(entry.overrides), 2)) in names
-
-
 def test_each_data_set_and_each_model_is_repeated(make_runs: MakeRuns, tmp_path: Path) -> None:
     """Only the best of two corpora, or of two models whose folders have the same last name, used to be repeated."""
     paths = [tmp_path / name for name in ("easy.txt", "hard.txt")]
@@ -154,8 +110,6 @@ def test_each_data_set_and_each_model_is_repeated(make_runs: MakeRuns, tmp_path:
         path.write_text("".join(f"{path.stem} {number}\n" for number in range(50)))
     arguments = (f"task.data_dir={','.join(map(str, paths))}", "task=clm", "model=tiny_decoder")
     sweep = with_all_runs(make_runs(*arguments, "reg=none,istar", "sweep.seeds=[1,2]", *SMALL))
-    fields = describe(sweep)
-    assert plan_test(TEST, ALPHA, None, POWER, fields["runs"], fields["repetitions"])["comparisons"] == 2
     assert {(entry.task, entry.model) for entry in sweep.state.entries} == {
         ("clm (easy.txt)", "tiny_decoder"), ("clm (hard.txt)", "tiny_decoder")
     }  # fmt: skip
@@ -169,30 +123,6 @@ def test_each_data_set_and_each_model_is_repeated(make_runs: MakeRuns, tmp_path:
 
 def test_a_value_that_follows_the_seed(make_runs: MakeRuns) -> None:
     arguments = ("reg=random_direction", "reg.lambda=1", "reg.seed=${seed}", "seed=1", *SMALL)
-    sweep = make_runs(*arguments)
-    settings = replace(sweep.request.settings, seeds=[2])
-    [group] = describe_sweep(replace(sweep.request, settings=settings), Console(quiet=True))["repetitions"]
-    other_sweep = make_runs(*arguments[:2], "reg.seed=2", "seed=2", *SMALL)
-    assert group["names"] == [run["name"] for run in describe(other_sweep)["runs"]]
-
-
-def test_a_search_has_no_runs_yet(make_runs: MakeRuns) -> None:
-    space = ("reg=istar_scratch", "reg.lambda=interval(-1,1)", "optim.lr=1e-3,1e-4", "seed=1")
-    fields = describe(make_runs(*space, "sweep.search=optuna", "sweep.trials=7", *TINY))
-    assert fields["overrides_by_grid"][""][: len(space)] == list(space)
-    assert (fields["trials"], fields["runs"], fields["repetitions"]) == (7, [], [])
-
-
-def test_secrets_are_not_written(make_runs: MakeRuns) -> None:
-    fields = describe(make_runs("seed=1,2", "logger=wandb", "logger.tags=[postgresql://me:pass@host/db]", *SMALL))
-    assert "pass" not in str(fields)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "advice"), [(("seed=1,2",), r".*\(a plan identifies its runs"), (("sweep.search=optuna",), "")]
-)
-def test_runs_without_data_cannot_be_planned(
-    make_runs: MakeRuns, tmp_path: Path, arguments: tuple[str, ...], advice: str
-) -> None:
-    with pytest.raises(UserError, match=f"does not exist{advice}"):
-        describe(make_runs("task=rte", "model=tiny", f"task.data_dir={tmp_path / 'nowhere'}", *arguments))
+    [trial] = with_all_runs(make_runs(*arguments)).trial_by_name.values()
+    repeated = make_runs(*arguments).run_name(replace_seed(trial.overrides, 2))
+    assert [repeated] == list_names(make_runs(*arguments[:2], "reg.seed=2", "seed=2", *SMALL))
