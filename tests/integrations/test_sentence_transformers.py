@@ -335,6 +335,49 @@ def test_two_penalties_around_one_loss_are_added_up(bert_folder):
     assert components["penalty_2"] == 2 * second.penalty.last.value
 
 
+@pytest.mark.parametrize("logging_steps", [1, 3, 12])
+def test_each_dataset_logs_the_means_of_its_own_penalty(bert_folder, tmp_path, logging_steps):
+    """Two data sets have penalties with one score, which no other batch may dilute, and the third has another one."""
+    model = make_encoder(bert_folder)
+    cosines = [
+        PenaltyLoss(model, make_loss(model, has_labels=False), istar.CosReg(weight), suffix=suffix)
+        for weight, suffix in ((1.0, "_a"), (2.0, "_b"))
+    ]
+    isoscore = PenaltyLoss(model, make_loss(model, has_labels=False), istar.IStar(1.0, 0.0), on="pooled")
+    losses_by_name = {"a": cosines[0], "b": cosines[1], "c": isoscore}
+    data = {"a": make_pairs(24), "b": make_pairs(12), "c": make_pairs(9)}
+    terms: list[dict[str, float]] = []
+    names = {
+        "a": ("penalty_a", "average_cosine_a"),
+        "b": ("penalty_b", "average_cosine_b"),
+        "c": ("penalty", "isoscore"),
+    }
+
+    def record(name: str) -> Any:
+        def add_terms(module: PenaltyLoss, args: Any, components: Any) -> None:
+            last = module.penalty.last
+            terms.append(dict(zip(names[name], (module.penalty.weight * last.value.item(), last.score.item()))))
+
+        return add_terms
+
+    for name, loss in losses_by_name.items():
+        loss.register_forward_hook(record(name))
+    callbacks = [PenaltyLossCallback(loss) for loss in losses_by_name.values()]
+    trainer = make_trainer(
+        tmp_path, model, losses_by_name, data, *callbacks, num_train_epochs=1, logging_steps=logging_steps
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(terms) == len(logs) * logging_steps == 12
+    for index, entry in enumerate(logs):
+        interval = terms[index * logging_steps : (index + 1) * logging_steps]
+        for name in [name for pair in names.values() for name in pair]:
+            values = [each[name] for each in interval if name in each]
+            assert (name in entry) == bool(values), name
+            if values:
+                assert entry[name] == pytest.approx(sum(values) / len(values), abs=6e-5)
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_two_penalties_resume_each_with_its_own_state(bert_folder, tmp_path, is_nested):
     def make(**settings: Any) -> tuple[list[PenaltyLoss], SentenceTransformerTrainer]:
