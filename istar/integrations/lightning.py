@@ -106,8 +106,8 @@ class PenaltyCallback(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
-        # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
-        if self._has_fitted and _count_steps(trainer, pl_module) == 0 and trainer.ckpt_path is None:
+        # A trainer that goes on continues with the penalty's state, and one that resumes with the saved one.
+        if self._has_fitted and (_count_steps(trainer, pl_module) == 0 or trainer.ckpt_path is not None):
             self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
             self._detached = None
         self._has_fitted = True

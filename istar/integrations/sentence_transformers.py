@@ -89,7 +89,8 @@ class PenaltyLoss(nn.Module):
         # Hidden states of these passes. `AdaptiveLayerLoss` returns them several times, but they are one cloud.
         self._collected_states: list[Any] = []
         self.num_layers = 1
-        self.attach_penalty()
+        self.attached = _AttachedLoss(self)
+        self._has_trained = False
         if on == "pooled":
             model[-1].register_forward_hook(self._collect_sentence_embeddings)
             return
@@ -160,7 +161,11 @@ class PenaltyLoss(nn.Module):
         return summaries
 
     def attach_penalty(self) -> AttachedPenalty:
-        """Return the attached penalty for a new training."""
+        """Return the attached penalty for a new training, which begins like the first one."""
+        self.attached.remove()
+        if self._has_trained:
+            self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
+        self._has_trained = True
         self.attached = _AttachedLoss(self)
         return self.attached
 
@@ -310,6 +315,11 @@ class _AttachedLoss(AttachedPenalty):
                 "callbacks=[PenaltyLossCallback(loss)]"
             )
         return self.penalty.combine(self._owner.take_summaries())
+
+    def remove(self) -> None:
+        if self._has_set_weight:
+            super().remove()
+        self._has_set_weight = False
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
         """Compute Sigma_S as `PenaltyLoss.refresh` does."""

@@ -514,7 +514,7 @@ def test_the_tuner_which_takes_the_callbacks_away_is_told_what_to_do(what, tmp_p
     assert callback.penalty.last.points > 0
 
 
-def test_a_new_training_begins_like_the_first_and_one_that_goes_on_continues():
+def test_a_new_training_begins_like_the_first_and_one_that_goes_on_continues(tmp_path):
     def fit(trainer: L.Trainer) -> tuple[Tensor, Tensor]:
         trainer.fit(Classifier(make_classifier("bert"), callback), make_loader(make_examples("classification", 8)))
         penalty = callback.penalty
@@ -529,6 +529,18 @@ def test_a_new_training_begins_like_the_first_and_one_that_goes_on_continues():
     penalty.kept_score = penalty.kept_score + 1
     first_trainer.fit_loop.max_epochs = 2
     assert fit(first_trainer)[0] == first[0] + 1
+    # A checkpoint of a training without the penalty has no state of it.
+    loader = make_loader(make_examples("classification", 8))
+    plain = make_callback()
+    plain.penalty.weight = 0.0
+    trainer = make_trainer(plain, max_epochs=1, precision="64-true")
+    trainer.fit(Classifier(make_classifier("bert"), plain, rate=0.0), loader)
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    checkpoint = torch.load(tmp_path / "plain.ckpt", weights_only=False)
+    torch.save(checkpoint | {"callbacks": {}}, tmp_path / "plain.ckpt")
+    resumed = make_trainer(callback, max_epochs=2, precision="64-true")
+    resumed.fit(Classifier(make_classifier("bert"), callback), loader, ckpt_path=tmp_path / "plain.ckpt")
+    assert_close(penalty.kept_score, first[0], rtol=1e-6, atol=0)
 
 
 def test_with_lambda_0_the_training_is_bit_for_bit_the_same_as_without_a_penalty():
