@@ -11,6 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from istar.errors import UserError
 from istar.finetune.runs.examples import Examples, load_examples
+from istar.finetune.runs.identify import identify
+from istar.finetune.runs.prepare import prepare
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner
 from istar.inputs import demo, tiny
@@ -185,3 +187,11 @@ def test_a_router_loss_that_the_model_does_not_add_is_refused(
     with pytest.raises(UserError, match="the load-balancing loss of its routers cannot be trained with") as error:
         run(small(f"task={task}", *(TEXT if task == "clm" else ()), *model))
     assert "\n" not in str(error.value)
+
+
+def test_a_new_tokenizer_fits_the_present_configuration_of_a_local_model(small: Build, tmp_path: Path) -> None:
+    model = ("model=auto", f"model.name={tmp_path}", "model.pretrained=false", "model.tokenizer=train")
+    config = small("task=clm", *TEXT, *model, "model.vocab_size=300")
+    for length in (64, 32):
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=length).save_pretrained(tmp_path)
+        assert prepare(identify(config)).tokenizer.model_max_length == length
