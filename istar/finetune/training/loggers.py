@@ -6,6 +6,7 @@ Timeouts and fallbacks keep an unreachable W&B server from stopping a run.
 import inspect
 import logging
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -254,21 +255,36 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
             mode = _fall_back_to_offline(reason, folder)
         run = wandb.init(mode=mode, **init_arguments)  # type: ignore[arg-type]
     # W&B raises a ValueError for invalid settings in the environment.
-    except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
-        raise UserError(f"Weights & Biases: {shorten(error)}; logger.mode=offline needs no key") from error
-    except wandb.errors.CommError as error:
+    except (wandb.errors.Error, ValueError) as error:
+        if not isinstance(error, wandb.errors.CommError) or _find_wandb_hint(error, folder):
+            wandb.teardown(exit_code=1)
+            raise UserError(f"Weights & Biases: {shorten(error)}{_find_wandb_hint(error, folder)}") from error
         # The service keeps the id of the run that it could not start, so it must be stopped first.
         wandb.teardown(exit_code=1)
-        if "error 401" in str(error):
-            raise UserError(
-                "Weights & Biases refuses the API key; correct WANDB_API_KEY or call `wandb login`, or log without a "
-                "key with logger.mode=offline"
-            ) from error
         run = wandb.init(mode=_fall_back_to_offline(shorten(error), folder), **init_arguments)  # type: ignore[arg-type]
     # Use the training step as the x-axis. W&B's count of log calls differs between resumed and uninterrupted runs.
     run.define_metric("trainer/global_step")
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return FailSafeWandbLogger(experiment=run, save_dir=folder)
+
+
+def _find_wandb_hint(error: Exception, folder: Path) -> str:
+    """Return what the user can do about an error of W&B, or "" if its message is not known."""
+    key_hint = "; correct WANDB_API_KEY or call `wandb login`; logger.mode=offline needs no key"
+    id_hint = "correct WANDB_RUN_ID" if _get_sweep_agent_run_id() else f"remove {folder / 'wandb' / 'run-id'}"
+    hints = {
+        r"error 401|not logged in": f", which means that it refuses the API key{key_hint}",
+        r"API.key": key_hint,
+        r"project name": "; correct logger.project",
+        r"run ID": f"; {id_hint}",
+        r"run_tags": "; correct logger.tags",
+        r"not found|permission denied": "; correct logger.entity and logger.project, or use a key that may write there",
+        r"for Settings\s+(\w+)": "; correct the environment variable WANDB_{name}",
+    }
+    for pattern, hint in hints.items():
+        if match := re.search(pattern, str(error), re.IGNORECASE):
+            return hint.format(name="".join(match.groups()).upper())
+    return ""
 
 
 def _choose_wandb_mode(mode: str) -> str:
@@ -335,7 +351,7 @@ def _load_or_create_run_id(folder: Path) -> str:
     agent_run_id = _get_sweep_agent_run_id()
     if agent_run_id is not None or not path.exists():
         write_text(path, agent_run_id or uuid.uuid4().hex[:12])
-    return path.read_text()
+    return path.read_text(errors="replace")
 
 
 def _get_sweep_agent_run_id() -> str | None:
