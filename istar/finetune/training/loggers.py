@@ -32,6 +32,7 @@ from istar.inputs.hub import PROBE_TIMEOUT_SECONDS, request_status
 from istar.records.config import Config, TensorBoardConfig, WandbConfig
 from istar.records.config.groups import LIGHTNING_LOGGERS
 from istar.records.config.schema import to_dict
+from istar.records.config.trainer_arguments import check_argument_types
 from istar.records.metric_names import isotropy_key
 
 _INIT_TIMEOUT_SECONDS = 10.0
@@ -78,6 +79,7 @@ def check_further_loggers(config: Config) -> None:
             inspect.signature(getattr(loggers, name)).bind(**_add_folder(name, arguments, ""))
         except TypeError as error:
             raise _make_logger_error(name, error) from error
+        check_argument_types(f"logger.also.{name}", getattr(loggers, name), arguments)
 
 
 def log_result(trainer: L.Trainer, result: Mapping[str, Any]) -> None:

@@ -489,6 +489,8 @@ class LoggerConfig:
     run's folder, unless an argument says otherwise."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.also, dict):
+            raise UserError(f"logger.also={self.also} is not a mapping, e.g. {{CSVLogger: {{}}}}")
         for name, arguments in self.also.items():
             check_one_of("logger.also", name, tuple(LIGHTNING_LOGGERS))
             if not isinstance(arguments, dict):
