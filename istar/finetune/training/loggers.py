@@ -258,11 +258,12 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
         run = wandb.init(mode=mode, **init_arguments)  # type: ignore[arg-type]
     # W&B raises a ValueError for invalid settings in the environment.
     except (wandb.errors.Error, ValueError) as error:
-        if not isinstance(error, wandb.errors.CommError) or _find_wandb_hint(error, folder):
+        hint = _find_wandb_hint(str(error), folder)
+        if isinstance(error, wandb.errors.CommError):
+            # The service keeps the id of the run that it could not start, so it must be stopped first.
             wandb.teardown(exit_code=1)
-            raise UserError(f"Weights & Biases: {shorten(error)}{_find_wandb_hint(error, folder)}") from error
-        # The service keeps the id of the run that it could not start, so it must be stopped first.
-        wandb.teardown(exit_code=1)
+        if hint or not isinstance(error, wandb.errors.CommError):
+            raise UserError(f"Weights & Biases: {shorten(error)}{hint}") from error
         run = wandb.init(mode=_fall_back_to_offline(shorten(error), folder), **init_arguments)  # type: ignore[arg-type]
     # Use the training step as the x-axis. W&B's count of log calls differs between resumed and uninterrupted runs.
     run.define_metric("trainer/global_step")
@@ -270,23 +271,21 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
     return FailSafeWandbLogger(experiment=run, save_dir=folder)
 
 
-def _find_wandb_hint(error: Exception, folder: Path) -> str:
-    """Return what the user can do about an error of W&B, or "" if its message is not known."""
+def _find_wandb_hint(message: str, folder: Path) -> str:
+    """Return what the user can do about an error message of W&B, or "" if it is not known."""
+    if setting := re.search(r"error for Settings\s+(\w+)", message):
+        is_tags = setting[1] == "run_tags"
+        return f"; correct {'logger.tags' if is_tags else f'the environment variable WANDB_{setting[1].upper()}'}"
     key_hint = "; correct WANDB_API_KEY or call `wandb login`; logger.mode=offline needs no key"
     id_hint = "correct WANDB_RUN_ID" if _get_sweep_agent_run_id() else f"remove {folder / 'wandb' / 'run-id'}"
     hints = {
-        r"error 401|not logged in": f", which means that it refuses the API key{key_hint}",
-        r"API.key": key_hint,
-        r"project name": "; correct logger.project",
-        r"run ID": f"; {id_hint}",
-        r"run_tags": "; correct logger.tags",
+        r"^Invalid project name": "; correct logger.project",
+        r"^Run ID": f"; {id_hint}",
+        r"error 401|not logged in": f", so it refuses the API key{key_hint}",
+        r"API key": key_hint,
         r"not found|permission denied": "; correct logger.entity and logger.project, or use a key that may write there",
-        r"for Settings\s+(\w+)": "; correct the environment variable WANDB_{name}",
     }
-    for pattern, hint in hints.items():
-        if match := re.search(pattern, str(error), re.IGNORECASE):
-            return hint.format(name="".join(match.groups()).upper())
-    return ""
+    return next((hint for pattern, hint in hints.items() if re.search(pattern, message, re.IGNORECASE)), "")
 
 
 def _choose_wandb_mode(mode: str) -> str:
