@@ -254,39 +254,22 @@ def identify_model(config: ModelConfig) -> str:
     elif config.is_tiny or not Path(config.name).is_dir():
         identity = f"{config.name}@{config.revision or 'main'}"
     else:
-        identity = _identify_folder(Path(config.name), include_weights=config.pretrained)
+        identity = _hash_model_folder(Path(config.name), include_weights=config.pretrained)
     if config.tokenizer is None:
         return identity
     # The fingerprint of the data covers the text that a tokenizer is trained on.
     is_tokenizer_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
     tokenizer_identity = config.tokenizer
     if is_tokenizer_folder:
-        tokenizer_identity = _identify_folder(Path(config.tokenizer), include_weights=False)
+        tokenizer_identity = _hash_model_folder(Path(config.tokenizer), include_weights=False)
     return f"{identity} tokenizer {tokenizer_identity}"
 
 
-def _identify_folder(folder: Path, include_weights: bool, dependents: tuple[Path, ...] = ()) -> str:
+def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Path, ...] = ()) -> str:
     """Return the hash of a folder's files; of adapters, followed by the identity of their base model.
 
     `dependents` are the folders with adapters that led to this folder.
     """
-    digest = _hash_model_folder(folder, include_weights)
-    if not (folder / "adapter_config.json").is_file():
-        return digest
-    from istar.inputs.adapters import read_base_config
-
-    base = read_base_config(folder)
-    if folder.resolve() in dependents:
-        raise UserError(f"{folder / 'adapter_config.json'}: its base model {base.name} leads back to {folder}")
-    if Path(base.name).is_dir():
-        base_identity = _identify_folder(Path(base.name), include_weights, (*dependents, folder.resolve()))
-    else:
-        base = resolve_model(base) if include_weights else base
-        base_identity = f"{base.name}@{base.revision or 'main'}"
-    return f"{digest} base {base_identity}"
-
-
-def _hash_model_folder(folder: Path, include_weights: bool) -> str:
     digest = hashlib.blake2b()
     for path in sorted(folder.iterdir()):
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
@@ -295,4 +278,15 @@ def _hash_model_folder(folder: Path, include_weights: bool) -> str:
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-    return digest.hexdigest()
+    if not (folder / "adapter_config.json").is_file():
+        return digest.hexdigest()
+    from istar.inputs.adapters import read_base_config
+
+    base = read_base_config(folder)
+    if folder.resolve() in dependents:
+        raise UserError(f"{folder / 'adapter_config.json'}: its base model {base.name} leads back to {folder}")
+    if Path(base.name).is_dir():
+        base_identity = _hash_model_folder(Path(base.name), include_weights, (*dependents, folder.resolve()))
+    else:
+        base_identity = identify_model(resolve_model(base) if include_weights else base)
+    return f"{digest.hexdigest()} base {base_identity}"
