@@ -361,8 +361,9 @@ class PenaltyLossCallback(PenaltyCallback):
         self.owner.resumed_checkpoint = _checkpoint_folder(args, state) if state.global_step > 0 else None
         super().on_train_begin(args, state, control, **kwargs)
 
-    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the terms that no batch had since the last log, for which the trainer has logged 0."""
+        logs: dict[str, float] = kwargs["logs"]
         if "loss" in logs:
             for name in [name for name, is_recent in self.owner.is_recent.items() if not is_recent]:
                 logs.pop(name, None)
