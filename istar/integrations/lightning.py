@@ -213,7 +213,7 @@ def _measure_progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple
             "the schedule of lambda needs the length of the training; limit it by Trainer(max_steps=...), or by "
             "max_epochs with a dataloader that has a length"
         )
-    return max(limits, key=lambda limit: limit[0] / limit[1])
+    return max(limits, key=lambda limit: (limit[0] / limit[1], -limit[1]))
 
 
 class IsotropyCallback(L.Callback):

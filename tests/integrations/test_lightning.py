@@ -391,6 +391,15 @@ def test_the_count_of_batches_of_manual_optimization_resumes(tmp_path):
     assert train_model(1) + train_model(2, tmp_path / "1.ckpt") == pytest.approx([-0.1 * batch for batch in range(6)])
 
 
+@pytest.mark.parametrize("settings", [{"max_epochs": 1, "max_steps": 99}, {"max_epochs": 9, "max_steps": 4}])
+def test_a_schedule_is_told_the_same_length_in_each_step(settings):
+    calls = []
+    callback = make_callback(schedule=lambda step, num_steps: calls.append((step, num_steps)) or WEIGHT)
+    module = Classifier(make_classifier("bert"), callback)
+    make_trainer(callback, **settings).fit(module, make_loader(make_examples("classification", 4 * BATCH_SIZE)))
+    assert calls == [(step, 4) for step in range(4)]
+
+
 def test_the_accumulation_may_change_between_epochs():
     callback, weights = make_callback(schedule="linear"), []
 

@@ -112,7 +112,7 @@ def adds_to_loss(model: PreTrainedModel) -> bool:
     token_ids = make_trial_ids(head_model)[None].to(find_input_device(head_model))
     with preserve_rng_states(token_ids.device), torch.no_grad():
         outputs = head_model.forward(input_ids=token_ids, labels=token_ids)  # without hooks and compilation
-    logits = outputs.logits.flatten(0, 1).float()
+    logits = outputs.logits.flatten(0, -2).float()
     # Some causal models, such as XLNet, do not shift the labels themselves.
     shifted_or_not = [_align_labels_with_logits(token_ids, is_causal).flatten() for is_causal in (True, False)]
     mean_losses = torch.stack([F.cross_entropy(logits, targets) for targets in shifted_or_not])

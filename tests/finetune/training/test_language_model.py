@@ -20,6 +20,8 @@ from transformers import (
     MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     RobertaConfig,
@@ -154,9 +156,12 @@ def test_loss_and_gradient_are_those_of_the_model(build: Any) -> None:
             assert_close(parameter.grad, reference_parameter.grad, rtol=1e-5, atol=1e-6 * scale + 1e-12, msg=name)
 
 
-def test_a_causal_model_that_does_not_shift_its_labels_adds_nothing() -> None:
+def test_labels_that_are_not_shifted_or_selected_by_the_model_add_nothing() -> None:
     config = XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=2, d_inner=16)
     assert not adds_to_loss(XLNetLMHeadModel(config))
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "cls_token_id": 1, "sep_token_id": 1}
+    sparse = ModernBertConfig(**SHAPE, **ids, intermediate_size=16, sparse_prediction=True)
+    assert not adds_to_loss(ModernBertForMaskedLM(sparse))
 
 
 @pytest.mark.parametrize("build", [bert, albert, distilbert, roberta])
