@@ -127,19 +127,14 @@ def make_config(settings: argparse.Namespace) -> Any:
 
 def prepare_data(config: Any) -> tuple[Any, Any, Any]:
     """Return the rows of the training data, the model, and the function that makes a batch of rows for it."""
-    from istar.finetune.runs.examples import load_examples
-    from istar.finetune.runs.identify import find_task_spec
-    from istar.finetune.runs.prepare import load_or_train_tokenizer, make_collator, prepare_data
-    from istar.finetune.tasks.loading import fingerprint
+    from istar.finetune.runs.identify import identify
+    from istar.finetune.runs.prepare import make_collator, prepare
     from istar.inputs import pretrained
 
-    spec = find_task_spec(config.task)
-    examples = load_examples(spec, config.task, config.data.cache_dir)
-    tokenizer = load_or_train_tokenizer(config, spec, examples, fingerprint(examples.train, *examples.validation))
-    model_config = pretrained.load_config(config.model, spec, tokenizer)
-    data = prepare_data(spec, config, examples, tokenizer, model_config)
-    model = pretrained.load_model(config.model, spec, model_config, tokenizer)
-    return data.train, model, make_collator(spec, config, tokenizer, model)
+    prepared = prepare(identify(config))
+    spec, config, tokenizer = prepared.identity.spec, prepared.identity.config, prepared.tokenizer
+    model = pretrained.load_model(config.model, spec, prepared.model_config, tokenizer)
+    return prepared.data.train, model, make_collator(spec, config, tokenizer, model)
 
 
 def train_with_trainer(config: Any, settings: argparse.Namespace) -> None:

@@ -1,10 +1,12 @@
 """Lightning callbacks that attach a penalty to a LightningModule, and that measure its hidden states in validation."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
@@ -31,7 +33,8 @@ class PenaltyCallback(L.Callback):
 
     On the trainer's logging steps, the callback logs `istar.AttachedPenalty.terms` and `progress` as `train/task_loss`
     (missing in manual optimization), `train/penalty` and so on. With gradient accumulation, the penalty is computed per
-    micro-batch, and the gradient is the mean over the micro-batches of task loss and penalty.
+    micro-batch, and the gradient is the mean over the micro-batches of task loss and penalty. In manual optimization,
+    the steps of lambda's schedule and of `refresh_every_n_steps` are batches, however many optimizers step in them.
 
     Checkpoints contain the penalty's state, such as Sigma_S. With `sync=False`, each process has its state, so that all
     processes must save together, as Lightning's checkpointing does.
@@ -103,8 +106,8 @@ class PenaltyCallback(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
-        # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
-        if self._has_fitted and trainer.global_step == 0 and trainer.ckpt_path is None:
+        # A trainer that goes on continues with the penalty's state, and one that resumes with the saved one.
+        if self._has_fitted and (_count_steps(trainer, pl_module) == 0 or trainer.ckpt_path is not None):
             self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
             self._detached = None
         self._has_fitted = True
@@ -125,11 +128,11 @@ class PenaltyCallback(L.Callback):
     ) -> None:
         """Set the penalty's weight by the schedule, and compute Sigma_S if it is due before this batch."""
         assert self._attached is not None
-        step = trainer.global_step
         if self.settings.has_schedule:
-            self._attached.set_weight(step, int(trainer.estimated_stepping_batches))
+            self._attached.set_weight(*_measure_progress(trainer, pl_module))
+        step = _count_steps(trainer, pl_module)
         with trainer.precision_plugin.train_step_context():
-            self._attached.refresh_if_due(step, batch_idx == 0, self._iterate_covariance_batches(trainer))
+            self._attached.refresh_if_due(step, batch_idx == 0, self._iterate_covariance_batches(trainer, step))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -170,17 +173,47 @@ class PenaltyCallback(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._detach()
 
-    def _iterate_covariance_batches(self, trainer: L.Trainer) -> Iterator[Any]:
+    def _iterate_covariance_batches(self, trainer: L.Trainer, step: int) -> Iterator[Any]:
         loader = trainer.train_dataloader if self.loader is None else self.loader
         if self.loader is None and isinstance(loader, Mapping | list | tuple | CombinedLoader):
             raise UserError("there are several train dataloaders; name one for Sigma_S: PenaltyCallback(loader=...)")
-        for batch in iterate_in_new_order(loader, trainer.global_step):
+        for batch in iterate_in_new_order(loader, step):
             yield trainer.precision_plugin.convert_input(batch)
 
     def _detach(self) -> None:
         if self._attached is not None:
             self._attached.remove()
             self._attached, self._detached = None, self._attached
+
+
+def _count_steps(trainer: L.Trainer, pl_module: L.LightningModule) -> int:
+    """Return the number of completed optimizer steps or, in manual optimization, of completed batches."""
+    if pl_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.epoch_loop.batch_progress.total.completed
+
+
+def _measure_progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int]:
+    """Return the numbers of completed and of all steps of the training, by the limit that ends it first.
+
+    Raises:
+        UserError: if neither epochs nor `max_steps` limit the training.
+    """
+    limits = [(trainer.global_step, trainer.max_steps)] if trainer.max_steps != -1 else []
+    if trainer.num_training_batches != math.inf and trainer.max_epochs not in (None, -1):
+        schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+        accumulation = [
+            schedulers[0].get_accumulate_grad_batches(epoch) if schedulers else trainer.accumulate_grad_batches
+            for epoch in range(trainer.max_epochs)
+        ]
+        num_steps = sum(math.ceil(trainer.num_training_batches / num_batches) for num_batches in accumulation)
+        limits.append((_count_steps(trainer, pl_module), num_steps))
+    if not limits:
+        raise UserError(
+            "the schedule of lambda needs the length of the training; limit it by Trainer(max_steps=...), or by "
+            "max_epochs with a dataloader that has a length"
+        )
+    return max(limits, key=lambda limit: (limit[0] / limit[1], -limit[1]))
 
 
 class IsotropyCallback(L.Callback):

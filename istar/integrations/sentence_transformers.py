@@ -29,9 +29,9 @@ class PenaltyLoss(nn.Module):
         loss = PenaltyLoss(model, MultipleNegativesRankingLoss(model), istar.IStar(weight=-1.0, zeta=0.4))
         trainer = SentenceTransformerTrainer(model, args, dataset, loss=loss, callbacks=[PenaltyLossCallback(loss)])
 
-    The trainer logs the components of the loss and `istar.AttachedPenalty.terms`, as means since the last log. With
-    gradient accumulation, the penalty is computed per micro-batch, and the gradient is the mean over the micro-batches
-    of loss and penalty. In evaluation, without gradients, the penalty is left out.
+    The trainer logs the components of the loss and `istar.AttachedPenalty.terms`, as means over the batches since the
+    last log that had them. With gradient accumulation, the penalty is computed per micro-batch, and the gradient is the
+    mean over the micro-batches of loss and penalty. In evaluation, without gradients, the penalty is left out.
 
     Args:
         model: the model that is trained.
@@ -43,6 +43,8 @@ class PenaltyLoss(nn.Module):
             sentence embeddings of all columns, one point per text.
         settings: lambda's schedule, and when Sigma_S is computed; see `istar.PenaltySettings`. Points and target cannot
             be chosen.
+        suffix: appended to the logged names of the penalty and its terms, and to the name of the file with its state in
+            checkpoints; the losses of several datasets need different ones.
 
     Attributes:
         attached: the interface through which the callback uses the penalty.
@@ -61,6 +63,7 @@ class PenaltyLoss(nn.Module):
         penalty: Penalty,
         on: str = "tokens",
         settings: PenaltySettings = DEFAULT_SETTINGS,
+        suffix: str = "",
     ) -> None:
         super().__init__()
         if on not in POINT_TYPES:
@@ -75,6 +78,9 @@ class PenaltyLoss(nn.Module):
         self.penalty = penalty
         self.on = on
         self.settings = settings
+        self.suffix = suffix
+        # By the name of each term that was ever logged: whether it was computed since the last log.
+        self.is_recent: dict[str, bool] = {}
         # The tuple keeps this reference from being a submodule, which the trainer would replace, too.
         self._model_in_tuple = (model,)
         self._collects_points = False
@@ -83,7 +89,8 @@ class PenaltyLoss(nn.Module):
         # Hidden states of these passes. `AdaptiveLayerLoss` returns them several times, but they are one cloud.
         self._collected_states: list[Any] = []
         self.num_layers = 1
-        self.attach_penalty()
+        self.attached = _AttachedLoss(self)
+        self._has_trained = False
         if on == "pooled":
             model[-1].register_forward_hook(self._collect_sentence_embeddings)
             return
@@ -117,7 +124,9 @@ class PenaltyLoss(nn.Module):
             self._collects_points, self._collected_states = False, []
         components = _Components(loss if isinstance(loss, Mapping) else {"task_loss": loss})
         # The wrapped loss may be a `PenaltyLoss`, too, with other points.
-        suffix = f"_{len(components.values())}" if "penalty" in components else ""
+        suffix = self.suffix
+        if f"penalty{suffix}" in components:
+            suffix += f"_{len(components.values())}"
         components.add_logged({"task_loss": torch.stack(components.values()).sum()})
         if is_penalized:
             components[f"penalty{suffix}"] = self.attached.loss()
@@ -125,6 +134,7 @@ class PenaltyLoss(nn.Module):
             # The processes may disagree on whether there is this term, and the trainer would wait for all of them.
             terms.pop("undefined", None)
             components.add_logged({f"{name}{suffix}": term for name, term in terms.items()})
+            self.is_recent |= {f"{name}{suffix}": True for name in terms}
         return components
 
     @property
@@ -151,7 +161,11 @@ class PenaltyLoss(nn.Module):
         return summaries
 
     def attach_penalty(self) -> AttachedPenalty:
-        """Return the attached penalty for a new training."""
+        """Return the attached penalty for a new training, which begins like the first one."""
+        self.attached.remove()
+        if self._has_trained:
+            self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
+        self._has_trained = True
         self.attached = _AttachedLoss(self)
         return self.attached
 
@@ -215,7 +229,7 @@ class _Components(dict[str, Tensor]):
     """The components of a loss, and further terms to log: in `items`, but not in `values`, which are added up."""
 
     def __init__(self, components: Mapping[str, Tensor]) -> None:
-        super().__init__(components.items())
+        super().__init__({name: components[name] for name in components})
         self._logged = set(getattr(components, "_logged", ()))
 
     def add_logged(self, terms: Mapping[str, float | Tensor]) -> None:
@@ -227,7 +241,14 @@ class _Components(dict[str, Tensor]):
                 self._logged.add(name)
 
     def values(self) -> Any:  # a list, because the trainer makes one
-        return [component for name, component in self.items() if name not in self._logged]
+        return [self[name] for name in self if name not in self._logged]
+
+    def items(self) -> Any:  # what the trainer logs
+        has_value = {name: ~self[name].isnan() for name in self}
+        return [
+            (name, _Mean(torch.stack([self[name].where(is_value, 0), is_value])))
+            for name, is_value in has_value.items()
+        ]
 
     def __mul__(self, factor: Any) -> NoReturn:
         """Refuse what losses around other losses do, such as `MatryoshkaLoss`: they multiply a single number."""
@@ -237,6 +258,24 @@ class _Components(dict[str, Tensor]):
         )
 
     __rmul__ = __mul__
+
+
+class _Mean(Tensor):
+    """A sum and its number of terms, `(2,)`, or those of several processes one after the other.
+
+    The trainer adds them up and divides by the number of all batches, including those with the loss of another dataset.
+    """
+
+    def __bool__(self) -> bool:
+        """Answer the question of the trainer whether to replace a term that is not finite."""
+        return False
+
+    def sum(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+    def __truediv__(self, num_batches: Any) -> Tensor:
+        numbers = self.as_subclass(Tensor)
+        return numbers[::2].sum() / numbers[1::2].sum()
 
 
 class _SentenceEmbeddingModel(nn.Module):
@@ -277,6 +316,11 @@ class _AttachedLoss(AttachedPenalty):
             )
         return self.penalty.combine(self._owner.take_summaries())
 
+    def remove(self) -> None:
+        if self._has_set_weight:
+            super().remove()
+        self._has_set_weight = False
+
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
         """Compute Sigma_S as `PenaltyLoss.refresh` does."""
         return self._owner.refresh(loader, num_points, momentum)
@@ -290,7 +334,7 @@ class PenaltyLossCallback(PenaltyCallback):
 
     Args:
         loss: the trainer's loss, one of its losses for several datasets, or a `PenaltyLoss` within one.
-        suffix: appended to the name of the file with the state; callbacks for several datasets need different ones.
+        suffix: a new suffix of the loss, see `PenaltyLoss`.
 
     Raises:
         UserError: in training, if two callbacks of the trainer would use the same file.
@@ -298,6 +342,7 @@ class PenaltyLossCallback(PenaltyCallback):
 
     def __init__(self, loss: PenaltyLoss, suffix: str = "") -> None:
         super().__init__(loss)
+        loss.suffix = suffix = suffix or loss.suffix
         num_losses = sum(isinstance(module, PenaltyLoss) for module in loss.modules())
         number = f"_{num_losses}" if num_losses > 1 else ""
         path = Path(STATE_FILE)
@@ -315,6 +360,15 @@ class PenaltyLossCallback(PenaltyCallback):
         used_files.add(self.state_file)
         self.owner.resumed_checkpoint = _checkpoint_folder(args, state) if state.global_step > 0 else None
         super().on_train_begin(args, state, control, **kwargs)
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remove the terms that no batch had since the last log, for which the trainer has logged 0."""
+        logs: dict[str, float] = kwargs["logs"]
+        if "loss" in logs:
+            for name in [name for name, is_recent in self.owner.is_recent.items() if not is_recent]:
+                logs.pop(name, None)
+                state.log_history[-1].pop(name, None)
+            self.owner.is_recent = dict.fromkeys(self.owner.is_recent, False)
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Check nothing, because a step may use the loss of another dataset."""

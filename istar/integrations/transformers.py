@@ -113,14 +113,11 @@ class PenaltyMixin(_TrainerBase):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Call `Trainer.train`, and remove the hooks from the model at the end.
 
-        A second training, such as the next trial of `hyperparameter_search`, begins like the first one. Only a Sigma_S
-        that is never refreshed is kept.
+        A second training, such as the next trial of `hyperparameter_search` or the next attempt of
+        `auto_find_batch_size`, begins like the first one. Only a Sigma_S that is never refreshed is kept.
         """
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         self.resumed_checkpoint = Path(folder) if folder else None
-        if self._has_trained:
-            self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
-        self._has_trained = True
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -129,6 +126,9 @@ class PenaltyMixin(_TrainerBase):
     def attach_penalty(self) -> AttachedPenalty:
         """Attach the penalty to the model. Called when training starts."""
         self.detach_penalty()
+        if self._has_trained:
+            self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
+        self._has_trained = True
         assert isinstance(self.model, nn.Module)
         self._attached = attach_with_settings(self.model, self.penalty, self.settings)
         return self._attached

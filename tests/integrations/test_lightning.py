@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import istar
 from istar.integrations.lightning import PenaltyCallback
@@ -326,6 +326,114 @@ def test_sigma_s_is_refreshed_before_each_epoch_or_every_so_many_steps():
     assert find_refresh_steps("epoch", weight=0.0) == []
 
 
+class Manual(Classifier):
+    """Trains by manual optimization: `num_optimizers` step in every `step_every`-th batch."""
+
+    automatic_optimization = False
+
+    def __init__(self, penalty: PenaltyCallback, num_optimizers: int, step_every: int) -> None:
+        super().__init__(make_classifier("bert"), penalty)
+        self.num_optimizers, self.step_every = num_optimizers, step_every
+        self.weights: list[float] = []
+        self.refreshes: list[bool] = []
+        self.latest: Tensor | None = None
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        penalty = self.penalty.penalty
+        self.weights.append(penalty.weight)
+        self.refreshes.append(penalty.shrinkage_covariance is not self.latest)
+        self.latest = penalty.shrinkage_covariance
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % self.step_every == 0:
+            for optimizer in [self.optimizers()] if self.num_optimizers == 1 else self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        return [torch.optim.SGD([weight], lr=0.01) for weight in list(self.parameters())[: self.num_optimizers]]
+
+
+class WithoutLength(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(make_examples("classification", 8 * BATCH_SIZE))
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "step_every", "settings", "fractions"),
+    [
+        (2, 1, {"max_epochs": 1}, [0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8]),
+        (1, 4, {"max_epochs": 1}, [0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8]),
+        (2, 1, {"max_epochs": 2, "limit_train_batches": 2}, [0, 1 / 4, 2 / 4, 3 / 4]),
+        (1, 1, {"max_epochs": -1, "max_steps": 4}, [0, 1 / 4, 2 / 4, 3 / 4]),
+        (2, 1, {"max_epochs": 1, "max_steps": 8}, [0, 1 / 4, 2 / 4, 3 / 4]),
+        (2, 1, {"max_epochs": 1, "max_steps": 99}, [0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8]),
+    ],
+)
+def test_manual_optimization_counts_batches(optimizers, step_every, settings, fractions):
+    callback = make_callback(schedule="linear", refresh=3)
+    module = Manual(callback, optimizers, step_every)
+    make_trainer(callback, **settings).fit(module, make_loader(make_examples("classification", 8 * BATCH_SIZE)))
+    assert module.weights == pytest.approx([WEIGHT * (1 - fraction) for fraction in fractions])
+    epoch = settings.get("limit_train_batches", 8)
+    is_refreshed = [batch % 3 == 0 or batch % epoch == 0 for batch in range(len(fractions))]
+    assert module.refreshes == is_refreshed
+
+
+def test_the_count_of_batches_of_manual_optimization_resumes(tmp_path):
+    def train_model(epochs: int, ckpt_path: Path | None = None) -> list[float]:
+        callback = make_callback(schedule=lambda batch, num_batches: -0.1 * batch)
+        module = Manual(callback, num_optimizers=2, step_every=1)
+        trainer = make_trainer(callback, max_epochs=epochs)
+        trainer.fit(module, make_loader(make_examples("classification", 3 * BATCH_SIZE)), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module.weights
+
+    assert train_model(1) + train_model(2, tmp_path / "1.ckpt") == pytest.approx([-0.1 * batch for batch in range(6)])
+
+
+@pytest.mark.parametrize("settings", [{"max_epochs": 1, "max_steps": 99}, {"max_epochs": 9, "max_steps": 4}])
+def test_a_schedule_is_told_the_same_length_in_each_step(settings):
+    calls = []
+    callback = make_callback(schedule=lambda step, num_steps: calls.append((step, num_steps)) or WEIGHT)
+    module = Classifier(make_classifier("bert"), callback)
+    make_trainer(callback, **settings).fit(module, make_loader(make_examples("classification", 4 * BATCH_SIZE)))
+    assert calls == [(step, 4) for step in range(4)]
+
+
+def test_the_accumulation_may_change_between_epochs():
+    callback, weights = make_callback(schedule="linear"), []
+
+    class WeightRecorder(Classifier):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            weights.append(callback.penalty.weight)
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(callback, GradientAccumulationScheduler({0: 1, 1: 2}), max_epochs=2)
+    trainer.fit(
+        WeightRecorder(make_classifier("bert"), callback), make_loader(make_examples("classification", 4 * BATCH_SIZE))
+    )
+    assert weights == pytest.approx([WEIGHT * (1 - step / 6) for step in (0, 1, 2, 3, 4, 4, 5, 5)])
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_schedule_needs_the_length_of_training(is_manual):
+    loader = DataLoader(WithoutLength(), BATCH_SIZE, collate_fn=collate)  # type: ignore[arg-type]
+
+    def fit(**settings: Any) -> float:
+        callback = make_callback(schedule="linear")
+        module = Manual(callback, 1, 1) if is_manual else Classifier(make_classifier("bert"), callback)
+        trainer = make_trainer(callback, **settings)
+        trainer.fit(module, loader)
+        return float(trainer.callback_metrics["train/lambda"])
+
+    assert fit(max_steps=5) == pytest.approx(WEIGHT / 5)
+    assert fit(max_steps=4, max_epochs=1) == pytest.approx(WEIGHT / 4)
+    for settings in ({"max_epochs": 2}, {"max_epochs": -1}):
+        with pytest.raises(istar.UserError, match=r"needs the length of the training; .*Trainer\(max_steps=") as error:
+            fit(**settings)
+        assert "\n" not in str(error.value)
+
+
 def test_the_refresh_runs_in_the_precision_of_the_trainer():
     dtypes = []
 
@@ -415,7 +523,7 @@ def test_the_tuner_which_takes_the_callbacks_away_is_told_what_to_do(what, tmp_p
     assert callback.penalty.last.points > 0
 
 
-def test_a_new_training_begins_like_the_first_and_one_that_goes_on_continues():
+def test_a_new_training_begins_like_the_first_and_one_that_goes_on_continues(tmp_path):
     def fit(trainer: L.Trainer) -> tuple[Tensor, Tensor]:
         trainer.fit(Classifier(make_classifier("bert"), callback), make_loader(make_examples("classification", 8)))
         penalty = callback.penalty
@@ -430,6 +538,18 @@ def test_a_new_training_begins_like_the_first_and_one_that_goes_on_continues():
     penalty.kept_score = penalty.kept_score + 1
     first_trainer.fit_loop.max_epochs = 2
     assert fit(first_trainer)[0] == first[0] + 1
+    # A checkpoint of a training without the penalty has no state of it.
+    loader = make_loader(make_examples("classification", 8))
+    plain = make_callback()
+    plain.penalty.weight = 0.0
+    trainer = make_trainer(plain, max_epochs=1, precision="64-true")
+    trainer.fit(Classifier(make_classifier("bert"), plain, rate=0.0), loader)
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    checkpoint = torch.load(tmp_path / "plain.ckpt", weights_only=False)
+    torch.save(checkpoint | {"callbacks": {}}, tmp_path / "plain.ckpt")
+    resumed = make_trainer(callback, max_epochs=2, precision="64-true")
+    resumed.fit(Classifier(make_classifier("bert"), callback), loader, ckpt_path=tmp_path / "plain.ckpt")
+    assert_close(penalty.kept_score, first[0], rtol=1e-6, atol=0)
 
 
 def test_with_lambda_0_the_training_is_bit_for_bit_the_same_as_without_a_penalty():

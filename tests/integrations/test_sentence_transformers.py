@@ -1,5 +1,6 @@
 """The penalty with losses of sentence-transformers: gradients against the formula, logs, Sigma_S and resuming."""
 
+import contextlib
 import copy
 import functools
 import os
@@ -265,6 +266,34 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(bert_folder, tm
         assert_close(train(tmp_path / f"checkpoint-{step}"), uninterrupted, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_failed", [False, True])
+def test_a_second_training_begins_like_the_first(bert_folder, tmp_path, is_failed):
+    """Also one that follows a training that failed, as `auto_find_batch_size` repeats it."""
+    model = make_encoder(bert_folder)
+    settings = istar.PenaltySettings(schedule="linear", num_points=30, momentum=0.5)
+    penalty = istar.IStar(1.0, ZETA, set_point=istar.SetPoint("keep"))
+    loss = PenaltyLoss(model, make_loss(model, has_labels=False), penalty, settings=settings)
+    trainer = make_trainer(
+        tmp_path, model, loss, make_pairs(12), PenaltyLossCallback(loss), max_steps=3, learning_rate=0.0
+    )
+    states: list[Any] = []
+
+    class StateRecorder(hf.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                states.append([penalty.kept_score, penalty.shrinkage_covariance, torch.tensor(penalty.weight)])
+                if is_failed and len(states) == 1:
+                    raise KeyboardInterrupt
+
+    trainer.add_callback(StateRecorder())
+    with pytest.raises(KeyboardInterrupt) if is_failed else contextlib.nullcontext():
+        trainer.train()
+    penalty.kept_score = penalty.kept_score + 1
+    trainer.train()
+    assert_close(states[1], states[0], rtol=0, atol=0)
+    assert penalty.weight == 1
+
+
 def test_a_refresh_leaves_the_order_of_the_batches_alone(bert_folder, tmp_path):
     def train_and_read_batches(zeta: float) -> list[Any]:
         model = make_encoder(bert_folder)
@@ -333,6 +362,51 @@ def test_two_penalties_around_one_loss_are_added_up(bert_folder):
     assert_close(sum(components.values()), components["task_loss"] + components["penalty"] + components["penalty_2"])
     assert components["penalty"] == first.penalty.last.value
     assert components["penalty_2"] == 2 * second.penalty.last.value
+
+
+@pytest.mark.parametrize("logging_steps", [1, 3, 12])
+def test_each_dataset_logs_the_means_of_its_own_penalty(bert_folder, tmp_path, logging_steps):
+    """Two data sets have penalties with one score, which no other batch may dilute, and the third has another one."""
+    model = make_encoder(bert_folder)
+    cosines = [
+        PenaltyLoss(model, make_loss(model, has_labels=False), istar.CosReg(weight), suffix=suffix)
+        for weight, suffix in ((1.0, "_a"), (2.0, "_b"))
+    ]
+    isoscore = PenaltyLoss(model, make_loss(model, has_labels=False), istar.IStar(1.0, 0.0), on="pooled")
+    losses_by_name = {"a": cosines[0], "b": cosines[1], "c": isoscore}
+    data = {"a": make_pairs(24), "b": make_pairs(12), "c": make_pairs(9)}
+    terms: list[dict[str, float]] = []
+    names = {
+        "a": ("penalty_a", "average_cosine_a"),
+        "b": ("penalty_b", "average_cosine_b"),
+        "c": ("penalty", "isoscore"),
+    }
+
+    def record(name: str) -> Any:
+        def add_terms(module: PenaltyLoss, args: Any, components: Any) -> None:
+            last = module.penalty.last
+            terms.append(
+                dict(zip(names[name], (module.penalty.weight * last.value.item(), last.score.item()), strict=True))
+            )
+
+        return add_terms
+
+    for name, loss in losses_by_name.items():
+        loss.register_forward_hook(record(name))
+    callbacks = [PenaltyLossCallback(loss) for loss in losses_by_name.values()]
+    trainer = make_trainer(
+        tmp_path, model, losses_by_name, data, *callbacks, num_train_epochs=1, logging_steps=logging_steps
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(terms) == len(logs) * logging_steps == 12
+    for index, entry in enumerate(logs):
+        interval = terms[index * logging_steps : (index + 1) * logging_steps]
+        for name in [name for pair in names.values() for name in pair]:
+            values = [each[name] for each in interval if name in each]
+            assert (name in entry) == bool(values), name
+            if values:
+                assert entry[name] == pytest.approx(sum(values) / len(values), abs=6e-5)
 
 
 @pytest.mark.parametrize("is_nested", [False, True])

@@ -612,6 +612,38 @@ def test_a_second_training_begins_like_the_first(tmp_path):
     assert_close(penalty.shrinkage_covariance.double(), make_sigma())
 
 
+class OutOfMemory(PenaltyTrainer):
+    """Runs out of memory in the third step, while the batch size is the initial one."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.state.global_step == 2 and self._train_batch_size == self.args.per_device_train_batch_size > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_an_attempt_with_a_smaller_batch_size_begins_like_the_first(tmp_path):
+    def train(**arguments):
+        penalty = istar.IStar(1.0, ZETA, set_point=istar.SetPoint("keep", batches=2))
+        settings = make_settings(momentum=0.5, schedule="linear")
+        args = sgd_arguments(tmp_path, max_steps=3, learning_rate=0.0, logging_steps=3, **arguments)
+        trainer = OutOfMemory(
+            model=make_bert(),
+            args=args,
+            train_dataset=make_examples("bert classification") * 4,
+            data_collator=collate,
+            penalty=penalty,
+            settings=settings,
+        )
+        trainer.train()
+        logged = {name: trainer.state.log_history[0][name] for name in ("isoscore_star", "penalty", "lambda")}
+        return trainer._train_batch_size, logged, [penalty.kept_score, penalty.kept_batches, penalty.weight]
+
+    batch_size, *found = train(per_device_train_batch_size=3, auto_find_batch_size=True)
+    _, *expected = train(per_device_train_batch_size=batch_size)
+    assert batch_size == 2
+    assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 def test_evaluations_hold_no_penalty_and_predictions_no_hidden_states(tmp_path):
     trainer = make_trainer(tmp_path, make_penalty(1000.0), eval_strategy="steps", eval_steps=1, refresh=None)
     trainer.data_collator = collate

@@ -1026,4 +1026,32 @@ MUTATIONS = [
         "tests/finetune/tasks/test_language_modelling.py::"
         "test_tokens_around_a_text_are_not_masked_even_if_texts_may_contain_them",
     ),
+    Mutation(
+        "Losses that a language model adds itself, such as its routers', are left out.",
+        "istar/finetune/training/language_model.py",
+        "self._adds_to_loss = adds_to_loss(model)",
+        "self._adds_to_loss = False",
+        "tests/finetune/training/test_language_model.py::test_loss_and_gradient_are_those_of_the_model",
+    ),
+    Mutation(
+        "In manual optimization, the schedule of lambda counts the steps of all optimizers.",
+        "istar/integrations/lightning.py",
+        "limits.append((_count_steps(trainer, pl_module), num_steps))",
+        "limits.append((trainer.global_step, num_steps))",
+        "tests/integrations/test_lightning.py::test_manual_optimization_counts_batches",
+    ),
+    Mutation(
+        "Terms are averaged over the batches of all datasets.",
+        "istar/integrations/sentence_transformers.py",
+        "numbers[::2].sum() / numbers[1::2].sum()",
+        "numbers[::2].sum() / num_batches",
+        "tests/integrations/test_sentence_transformers.py::test_each_dataset_logs_the_means_of_its_own_penalty",
+    ),
+    Mutation(
+        "The identity of adapters leaves out their base model.",
+        "istar/finetune/runs/identify.py",
+        'return f"{digest.hexdigest()} base {base_identity}"',
+        "return digest.hexdigest()",
+        "tests/finetune/runs/test_run_identity.py::test_the_identity_of_adapters_covers_their_base_model",
+    ),
 ]

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from istar.errors import UserError, did_you_mean
 from istar.records.config import AdamWConfig, Config, WandbConfig, schema
-from istar.records.config.groups import TorchOptimConfig, check_keys
+from istar.records.config.groups import SweepConfig, TorchOptimConfig, check_keys
 from istar.records.config.penalties import PENALTIES, NoRegConfig
 from istar.records.config.schema import to_dict
 from istar.records.identity import identity_hash
@@ -642,3 +642,11 @@ def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Call
 )
 def test_configs_of_the_tests_are_those_of_hydra(overrides: tuple[str, ...]) -> None:
     assert compose_fast(CONF, *overrides) == compose_in(CONF, *overrides)
+
+
+@pytest.mark.parametrize("value", [3, 1.5, None, True, "base", {"base": 1}, [None], [[1]], [1.5]])
+@pytest.mark.parametrize("key", ["only", "seeds"])
+def test_lists_of_a_sweep_with_values_of_a_wrong_type_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^sweep\.{key}=.*, e\.g\. \[") as error:
+        SweepConfig(**{key: value})
+    assert "\n" not in str(error.value)

@@ -196,7 +196,7 @@ class RunFolders:
     """Finds the folders of many runs, and loads each data set and hashes each model only once."""
 
     def __init__(self) -> None:
-        self._resolved_values_by_model: dict[tuple[str | None, ...], dict[str, Any]] = {}
+        self._resolved_values_by_model: dict[str, dict[str, Any]] = {}
         self._examples_by_data: dict[str, tuple[str, int]] = {}  # fingerprint and number of training examples
         self._identity_by_model: dict[str, str] = {}
 
@@ -207,7 +207,7 @@ class RunFolders:
             UserError: if the run's data cannot be loaded, or `resolve_model` fails.
         """
         config = self.resolve(config)
-        data_key, model_key = _make_data_key(config.task), repr(config.model)
+        data_key, model_key = _make_data_key(config.task), _make_model_key(config.model)
         if data_key not in self._examples_by_data:
             # Test sets are not part of a run's hash.
             task = replace(config.task, submission=False)
@@ -220,7 +220,7 @@ class RunFolders:
 
     def resolve(self, config: Config) -> Config:
         """Return the config with its model resolved by `resolve_model`; all runs of a model get the same commit."""
-        model_key = config.model.name, config.model.revision, config.model.tokenizer, config.model.architecture
+        model_key = _make_model_key(config.model)
         if model_key not in self._resolved_values_by_model:
             resolved = resolve_model(config.model)
             self._resolved_values_by_model[model_key] = {"revision": resolved.revision, "tokenizer": resolved.tokenizer}
@@ -236,8 +236,15 @@ def _make_data_key(task: TaskConfig) -> str:
     return repr(replace(task, max_length=None, submission=False))
 
 
+def _make_model_key(model: ModelConfig) -> str:
+    """Return a key that is equal for model configs that `resolve_model` and `identify_model` treat alike."""
+    return repr([model.name, model.revision, model.architecture, model.pretrained, model.tokenizer])
+
+
 def identify_model(config: ModelConfig) -> str:
     """Return a string that identifies a model: hub id and commit, or the hash of the files of a local folder.
+
+    The base models of adapters in a folder are part of its identity.
 
     The weights are ignored if they are not loaded (`pretrained=False`). A model with a new architecture is called
     "new", because its config identifies it. If the tokenizer is not the model's own, its identity is appended.
@@ -259,7 +266,11 @@ def identify_model(config: ModelConfig) -> str:
     return f"{identity} tokenizer {tokenizer_identity}"
 
 
-def _hash_model_folder(folder: Path, include_weights: bool) -> str:
+def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Path, ...] = ()) -> str:
+    """Return the hash of a folder's files; of adapters, followed by the identity of their base model.
+
+    `dependents` are the folders with adapters that led to this folder.
+    """
     digest = hashlib.blake2b()
     for path in list_visible(folder):
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
@@ -268,4 +279,15 @@ def _hash_model_folder(folder: Path, include_weights: bool) -> str:
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-    return digest.hexdigest()
+    if not (folder / "adapter_config.json").is_file():
+        return digest.hexdigest()
+    from istar.inputs.adapters import read_base_config
+
+    base = read_base_config(folder)
+    if folder.resolve() in dependents:
+        raise UserError(f"{folder / 'adapter_config.json'}: its base model {base.name} leads back to {folder}")
+    if Path(base.name).is_dir():
+        base_identity = _hash_model_folder(Path(base.name), include_weights, (*dependents, folder.resolve()))
+    else:
+        base_identity = identify_model(resolve_model(base) if include_weights else base)
+    return f"{digest.hexdigest()} base {base_identity}"

@@ -99,7 +99,7 @@ def prepare(identity: RunIdentity) -> PreparedRun:
         UserError: if tokenizer, model, penalty and data do not fit together.
     """
     config, spec = identity.config, identity.spec
-    tokenizer = load_or_train_tokenizer(config, spec, identity.examples, identity.data_fingerprint)
+    tokenizer = load_or_train_tokenizer(identity)
     model_config = pretrained.load_config(config.model, spec, tokenizer)
     config.reg.check_layers(model_config.num_hidden_layers)
     data = prepare_data(spec, config, identity.examples, tokenizer, model_config)
@@ -120,26 +120,26 @@ def prepare_data(
     return _prepare_labelled(spec, config, examples, tokenizer, max_length)
 
 
-def load_or_train_tokenizer(
-    config: Config, spec: TaskSpec, examples: Examples, data_fingerprint: str
-) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model, or train one on the training texts and keep it in the cache.
+def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run's model, or train one on the training texts and keep it in the cache.
 
     Of a stream, it is trained on a sample of documents with 100 million characters.
 
     Raises:
         UserError: see `istar.inputs.pretrained.load_tokenizer`.
     """
+    config, examples = identity.config, identity.examples
     if not config.model.trains_tokenizer:
         return pretrained.load_tokenizer(config.model)
-    key_parts = [repr(config.model), data_fingerprint, tokenizers.__version__, transformers.__version__]
+    data_and_model = [repr(config.model), identity.model_identity, identity.data_fingerprint]
+    key_parts = [*data_and_model, tokenizers.__version__, transformers.__version__]
     cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
     folder = cache_folder(config.data.cache_dir) / "tokenizers" / cache_key
     if not folder.exists():
         if examples.stream is not None:
             texts: Any = _take_characters(examples.stream.iterate_sample(), _MAX_TOKENIZER_CHARACTERS)
         else:
-            text_columns = [examples.train[name] for name in spec.text_columns]
+            text_columns = [examples.train[name] for name in identity.spec.text_columns]
             texts = text_columns[0] if len(text_columns) == 1 else list(chain(*text_columns))
         tokenizer = pretrained.load_tokenizer(config.model, texts)
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.pytorch.trainer.states import TrainerFn
 
 from istar.errors import NonFiniteError, UserError, shorten
 from istar.files.outputs import run_output
@@ -104,7 +105,11 @@ def add_advice(error: Exception, job: Job) -> Exception:
     checkpoint_note = f"the last good state is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
     effect_of_restart = "resumes from there" if last_checkpoint else "starts again"
     if isinstance(error, NonFiniteError):
-        advice = "lower optim.lr or reg.lambda, or skip such steps with trainer.nonfinite=skip"
+        advice = "lower optim.lr or reg.lambda"
+        if job.trainer.state.fn == TrainerFn.VALIDATING:
+            advice = "the model is so before training; try trainer.precision=32-true and model.load_in=float32"
+        elif job.config.trainer.nonfinite != "skip":
+            advice += ", or skip such steps with trainer.nonfinite=skip"
         return NonFiniteError(f"{error}; {checkpoint_note}; {advice}")
     if isinstance(error, OSError):
         return UserError(

@@ -10,6 +10,7 @@ import numpy as np
 import scipy.special
 from numpy.typing import NDArray
 
+from istar.errors import NonFiniteError
 from istar.files.writing import write_text
 from istar.finetune.tasks import metrics, squad
 from istar.finetune.tasks.loading import ROW_COLUMN
@@ -51,7 +52,8 @@ class Evaluator:
         regression and (2, tokens) for spans (start logits, then end logits, without padding).
 
         Raises:
-            ValueError: if the ids differ from the features', or logits are not finite.
+            ValueError: if the ids differ from the features'.
+            NonFiniteError: if logits are not finite.
         """
         logits = self._sort_logits_by_row(outputs)
         extra_fields: list[dict[str, Any]] = [{}] * len(self.examples)
@@ -89,9 +91,9 @@ class Evaluator:
         logits = [np.asarray(outputs[id_], dtype=np.float64) for id_ in ids]
         bad_rows = [row_index for row_index, row_logits in enumerate(logits) if not np.isfinite(row_logits).all()]
         if bad_rows:
-            raise ValueError(
-                f"the logits of {len(bad_rows)} of {len(logits)} features are not finite, "
-                f"the first in row {bad_rows[0]}: the model has diverged"
+            raise NonFiniteError(
+                f"task {self.spec.name}: the logits of {len(bad_rows)} of {len(logits)} features are not finite, "
+                f"the first in row {bad_rows[0]}: the model has diverged, or overflows its data type"
             )
         return logits
 

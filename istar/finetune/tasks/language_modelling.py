@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from istar.errors import UserError
+from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.inputs.tokenizing import special_tokens
@@ -208,7 +208,8 @@ class LanguageModelEvaluator:
             outputs: sum of losses, number of predicted tokens and number of correct predictions, by block number.
 
         Raises:
-            ValueError: if blocks are missing or unknown, or the loss is not finite.
+            ValueError: if blocks are missing or unknown.
+            NonFiniteError: if the loss is not finite.
         """
         if outputs.keys() != set(range(self.num_blocks)):
             raise ValueError(
@@ -218,7 +219,10 @@ class LanguageModelEvaluator:
             math.fsum(block_values) for block_values in zip(*outputs.values(), strict=True)
         )
         if not math.isfinite(loss_sum):
-            raise ValueError("the loss of the validation set is not finite: the model has diverged")
+            raise NonFiniteError(
+                f"task {self.spec.name}: the loss of the validation set is {loss_sum:g}: the model has diverged, or "
+                "overflows its data type"
+            )
         return Evaluation(self._select_metrics(loss_sum / num_tokens, num_correct / num_tokens), [], collapsed=False)
 
     def _select_metrics(self, loss: float, accuracy: float) -> dict[str, float]:

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
 from istar.finetune.training.module import Batch, FineTuner, inputs_with_labels, token_mask
 from istar.hidden_states import AttachedPenalty
+from istar.hidden_states.model_layers import find_head_model, make_trial_ids, preserve_rng_states
+from istar.hidden_states.offloading import find_input_device
 from istar.measures.accumulator import sum_over_processes, world_size
 from istar.records.config import OptimConfig
 from istar.regularizers.points import IGNORED_LABEL
@@ -20,8 +22,9 @@ from istar.regularizers.points import IGNORED_LABEL
 class LanguageModelTuner(FineTuner):
     """Train a causal or masked language model on its token loss plus a weighted penalty on its hidden states.
 
-    The loss of a step is the mean over the predicted tokens of all processes together. In validation, losses are summed
-    in float64 for each block of text. The other arguments are as in `FineTuner`.
+    The loss of a step is the mean over the predicted tokens of all processes together, plus what the model itself adds,
+    such as the load-balancing loss of its routers. In validation, only the losses of the tokens are summed, in float64
+    for each block of text. The other arguments are as in `FineTuner`.
 
     Args:
         is_causal: whether the logits at a token predict the next token.
@@ -44,15 +47,23 @@ class LanguageModelTuner(FineTuner):
         self.is_causal = is_causal
         # The points of a penalty may depend on the labels, which its hooks read from the call of the model.
         self._model_takes_labels = penalty is not None and penalty.needs_token_labels
-        self.restrict_head_to_labels = restrict_head_to_labels and not is_causal and not self._model_takes_labels
+        self._adds_to_loss = adds_to_loss(model)
+        can_restrict_head = not (is_causal or self._model_takes_labels or self._adds_to_loss)
+        self.restrict_head_to_labels = restrict_head_to_labels and can_restrict_head
 
     def task_loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss over the predicted tokens of a batch, scaled for DDP's mean over processes."""
-        losses = self._predict(batch).losses
+        """Return the mean loss over the predicted tokens of a batch, scaled for DDP's mean over processes.
+
+        What the model adds to it is not scaled, so that its gradient is the mean over micro-batches and processes.
+        """
+        losses, _, _, outputs = self._predict(batch, takes_labels=self._adds_to_loss)
         num_tokens = torch.tensor(float(len(losses)), device=losses.device, dtype=torch.float64)
         # DDP averages the gradients over processes, so each process divides by the mean number of tokens.
         mean_num_tokens = sum_over_processes(num_tokens) / world_size()
-        return losses.sum() / mean_num_tokens.clamp(min=1).to(losses.dtype)
+        loss = losses.sum() / mean_num_tokens.clamp(min=1).to(losses.dtype)
+        if self._adds_to_loss and len(losses) > 0:
+            loss = loss + (outputs.loss - losses.mean())
+        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Collect each block's loss sum and numbers of predicted and correct tokens; return states for callbacks."""
@@ -68,12 +79,12 @@ class LanguageModelTuner(FineTuner):
         states = self.sort_states(prediction.outputs.hidden_states)
         return {"hidden_states": states, "attention_mask": token_mask(batch)}
 
-    def _predict(self, batch: Batch, **options: Any) -> "_Prediction":
+    def _predict(self, batch: Batch, takes_labels: bool = False, **options: Any) -> "_Prediction":
         """Call the model on a batch with further arguments `options`, and compute the loss of each predicted token."""
         labels = _align_labels_with_logits(batch["labels"], self.is_causal)
         is_predicted = labels != IGNORED_LABEL
         inputs = inputs_with_labels(batch)
-        if not self._model_takes_labels:
+        if not (takes_labels or self._model_takes_labels):
             del inputs["labels"]
         is_head_restricted = self.restrict_head_to_labels and bool(is_predicted.any())
         with restrict_head_to(self.model, is_predicted) if is_head_restricted else nullcontext():
@@ -90,6 +101,23 @@ class _Prediction(NamedTuple):
     logits: Tensor  # `(positions, vocabulary)`, for all positions of the batch or only for the predicted tokens
     targets: Tensor  # token to predict at each of these positions, or `IGNORED_LABEL`, `(positions,)`
     outputs: Any  # all outputs of the model
+
+
+def adds_to_loss(model: PreTrainedModel) -> bool:
+    """Return whether a model's own loss has more terms than the mean loss of the labels, by calling it on a few tokens.
+
+    The trial changes neither the model nor the random numbers.
+    """
+    head_model: Any = find_head_model(model)
+    token_ids = make_trial_ids(head_model)[None].to(find_input_device(head_model))
+    with preserve_rng_states(token_ids.device), torch.no_grad():
+        outputs = head_model.forward(input_ids=token_ids, labels=token_ids)  # without hooks and compilation
+    logits = outputs.logits.flatten(0, -2).float()
+    # Some causal models, such as XLNet, do not shift the labels themselves.
+    shifted_or_not = [_align_labels_with_logits(token_ids, is_causal).flatten() for is_causal in (True, False)]
+    mean_losses = torch.stack([F.cross_entropy(logits, targets) for targets in shifted_or_not])
+    precision = max(torch.finfo(loss.dtype).eps for loss in (outputs.loss, mean_losses))
+    return not torch.isclose(outputs.loss.float(), mean_losses, rtol=8 * precision, atol=0).any()
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from istar.errors import NonFiniteError, UserError
+from istar.errors import UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
 from istar.finetune.training.final_geometry import (
@@ -20,7 +18,7 @@ from istar.finetune.training.final_geometry import (
     find_summary_positions,
     unite_layers,
 )
-from istar.finetune.training.module import FineTuner, log_immediately
+from istar.finetune.training.module import FineTuner, log_immediately, naming_step
 from istar.hidden_states.model_layers import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures import ClassMoments, Moments, isoscore
@@ -36,15 +34,6 @@ SAMPLED = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_
 SECONDS_KEY = "geometry/seconds"
 """Name under which the duration of a measurement is logged."""
 _SAMPLE_SEED = 0
-
-
-@contextmanager
-def naming_step(context: str, trainer: L.Trainer) -> Iterator[None]:
-    """Within the `with` block, say in a `NonFiniteError` what was measured, and after which step."""
-    try:
-        yield
-    except NonFiniteError as error:
-        raise NonFiniteError(f"{context} after step {trainer.global_step}: {error}") from error
 
 
 class ValidationGeometry(L.Callback):

@@ -6,6 +6,7 @@ Timeouts and fallbacks keep an unreachable W&B server from stopping a run.
 import inspect
 import logging
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from istar.inputs.hub import PROBE_TIMEOUT_SECONDS, request_status
 from istar.records.config import Config, TensorBoardConfig, WandbConfig
 from istar.records.config.groups import LIGHTNING_LOGGERS
 from istar.records.config.schema import to_dict
+from istar.records.config.trainer_arguments import check_argument_types
 from istar.records.metric_names import isotropy_key
 
 _INIT_TIMEOUT_SECONDS = 10.0
@@ -77,6 +79,7 @@ def check_further_loggers(config: Config) -> None:
             inspect.signature(getattr(loggers, name)).bind(**_add_folder(name, arguments, ""))
         except TypeError as error:
             raise _make_logger_error(name, error) from error
+        check_argument_types(f"logger.also.{name}", getattr(loggers, name), arguments)
 
 
 def log_result(trainer: L.Trainer, result: Mapping[str, Any]) -> None:
@@ -254,21 +257,35 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
             mode = _fall_back_to_offline(reason, folder)
         run = wandb.init(mode=mode, **init_arguments)  # type: ignore[arg-type]
     # W&B raises a ValueError for invalid settings in the environment.
-    except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
-        raise UserError(f"Weights & Biases: {shorten(error)}; logger.mode=offline needs no key") from error
-    except wandb.errors.CommError as error:
-        # The service keeps the id of the run that it could not start, so it must be stopped first.
-        wandb.teardown(exit_code=1)
-        if "error 401" in str(error):
-            raise UserError(
-                "Weights & Biases refuses the API key; correct WANDB_API_KEY or call `wandb login`, or log without a "
-                "key with logger.mode=offline"
-            ) from error
+    except (wandb.errors.Error, ValueError) as error:
+        hint = _find_wandb_hint(str(error), folder)
+        if isinstance(error, wandb.errors.CommError):
+            # The service keeps the id of the run that it could not start, so it must be stopped first.
+            wandb.teardown(exit_code=1)
+        if hint or not isinstance(error, wandb.errors.CommError):
+            raise UserError(f"Weights & Biases: {shorten(error)}{hint}") from error
         run = wandb.init(mode=_fall_back_to_offline(shorten(error), folder), **init_arguments)  # type: ignore[arg-type]
     # Use the training step as the x-axis. W&B's count of log calls differs between resumed and uninterrupted runs.
     run.define_metric("trainer/global_step")
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return FailSafeWandbLogger(experiment=run, save_dir=folder)
+
+
+def _find_wandb_hint(message: str, folder: Path) -> str:
+    """Return what the user can do about an error message of W&B, or "" if it is not known."""
+    if setting := re.search(r"error for Settings\s+(\w+)", message):
+        is_tags = setting[1] == "run_tags"
+        return f"; correct {'logger.tags' if is_tags else f'the environment variable WANDB_{setting[1].upper()}'}"
+    key_hint = "; correct WANDB_API_KEY or call `wandb login`; logger.mode=offline needs no key"
+    id_hint = "correct WANDB_RUN_ID" if _get_sweep_agent_run_id() else f"remove {folder / 'wandb' / 'run-id'}"
+    hints = {
+        r"^Invalid project name": "; correct logger.project",
+        r"^Run ID": f"; {id_hint}",
+        r"error 401|not logged in": f", so it refuses the API key{key_hint}",
+        r"API key": key_hint,
+        r"not found|permission denied": "; correct logger.entity and logger.project, or use a key that may write there",
+    }
+    return next((hint for pattern, hint in hints.items() if re.search(pattern, message, re.IGNORECASE)), "")
 
 
 def _choose_wandb_mode(mode: str) -> str:
@@ -335,7 +352,7 @@ def _load_or_create_run_id(folder: Path) -> str:
     agent_run_id = _get_sweep_agent_run_id()
     if agent_run_id is not None or not path.exists():
         write_text(path, agent_run_id or uuid.uuid4().hex[:12])
-    return path.read_text()
+    return path.read_text(errors="replace")
 
 
 def _get_sweep_agent_run_id() -> str | None:

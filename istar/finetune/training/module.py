@@ -4,7 +4,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -235,7 +236,8 @@ class FineTuner(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Evaluate the outputs that all processes have collected, and log the metrics of each validation set."""
         for (suffix, evaluator), outputs in zip(self.evaluators.items(), self._outputs, strict=True):
-            evaluation = evaluator(merge_outputs(all_gather_object(outputs)))
+            with naming_step("validation", self.trainer):
+                evaluation = evaluator(merge_outputs(all_gather_object(outputs)))
             self.evaluations[suffix] = evaluation
             for name, value in evaluation.metrics.items():
                 self.metrics[f"{name}_{suffix}" if suffix else name] = value
@@ -340,6 +342,15 @@ def log_immediately(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str,
     for logger in trainer.loggers:
         logger.log_metrics({"epoch": trainer.current_epoch, **value_by_name}, step=trainer.global_step)
     return value_by_name
+
+
+@contextmanager
+def naming_step(context: str, trainer: L.Trainer) -> Iterator[None]:
+    """Within the `with` block, say in a `NonFiniteError` what was measured, and after which step."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{context} after step {trainer.global_step}: {error}") from error
 
 
 def merge_outputs(batches: Sequence[Outputs]) -> Outputs:

@@ -10,13 +10,13 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 
 from istar.errors import UserError, shorten
 from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.records.config import TrainerConfig
+from istar.records.config.trainer_arguments import check_argument_types
 from istar.records.metric_names import is_lower_better
 
 
@@ -156,6 +156,7 @@ def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
     if SLURMEnvironment.detect():
         # With auto_requeue, Lightning would react to SLURM's signals with another checkpoint and a requeue.
         plugins.append(SLURMEnvironment(auto_requeue=False))
+    check_argument_types("trainer", L.Trainer, settings.lightning)
     with suppress_lightning_messages():
         try:
             return L.Trainer(
@@ -171,5 +172,5 @@ def _construct_trainer(settings: TrainerConfig, **arguments: Any) -> L.Trainer:
                 plugins=plugins,
                 **arguments,
             )
-        except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+        except Exception as error:  # the types depend on the setting
             raise UserError(f"the trainer refuses its settings: {shorten(error)}") from error

@@ -489,6 +489,8 @@ class LoggerConfig:
     run's folder, unless an argument says otherwise."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.also, dict):
+            raise UserError(f"logger.also={self.also} is not a mapping, e.g. {{CSVLogger: {{}}}}")
         for name, arguments in self.also.items():
             check_one_of("logger.also", name, tuple(LIGHTNING_LOGGERS))
             if not isinstance(arguments, dict):
@@ -612,9 +614,11 @@ class SweepConfig:
         grids = {} if self.grids is None else self.grids
         if not isinstance(grids, dict) or not all(isinstance(grid, dict) for grid in grids.values()):
             raise UserError(f"sweep.grids={grids} does not map names to grids, e.g. {{base: {{reg: none}}}}")
+        if not isinstance(self.only, list) or not all(isinstance(name, str) for name in self.only):
+            raise UserError(f"sweep.only={self.only} is not a list of names of grids, e.g. [base]")
         for name in self.only:
             check_one_of("sweep.only", name, tuple(grids))
-        if not all(type(seed) is int and 0 <= seed < 2**32 for seed in self.seeds):
+        if not isinstance(self.seeds, list) or not all(type(seed) is int and 0 <= seed < 2**32 for seed in self.seeds):
             raise UserError(f"sweep.seeds={self.seeds} are not whole numbers in [0, 2^32), e.g. [1,2,3,4,5]")
 
 

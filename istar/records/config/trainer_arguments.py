@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from istar.errors import UserError, did_you_mean
 
@@ -49,6 +50,20 @@ def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[
             )
         if name in _SET_BY_ISTAR:
             raise UserError(f"trainer.{name} cannot be set: {_SET_BY_ISTAR[name]}")
+
+
+def check_argument_types(prefix: str, function: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise a `UserError` for a value of a type that the annotation of an argument of `function` does not allow."""
+    parameters = inspect.signature(function).parameters
+    for name, value in arguments.items():
+        annotation = parameters[name].annotation if name in parameters else Any
+        alternatives = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        classes: tuple[Any, ...] = tuple(get_origin(alternative) or alternative for alternative in alternatives)
+        classes += (int,) if float in classes else ()
+        # Literals and names that only type checkers know are left to the function.
+        if all(isinstance(each, type) for each in classes) and not isinstance(value, classes):
+            expected = " or ".join(each.__name__ for each in classes if each is not type(None))
+            raise UserError(f"{prefix}.{name}={value} is not of the expected type: {expected}")
 
 
 def redundant_arguments(arguments: Mapping[str, Any]) -> list[str]:

@@ -73,6 +73,10 @@ REFUSED = [
     (["trainer.devices=0"], "refuses its settings"),
     (["trainer.devices=abc"], "refuses its settings"),
     (["trainer.num_nodes=0"], "refuses its settings"),
+    (["trainer.devices=99999999999999999999"], "refuses its settings"),
+    (["trainer.gradient_clip_algorithm=[norm]"], "=['norm'] is not of the expected type: str"),
+    (["trainer.detect_anomaly=1"], "trainer.detect_anomaly=1 is not of the expected type: bool"),
+    (["trainer.profiler=true"], "trainer.profiler=True is not of the expected type: Profiler or str"),
     (["trainer.devices=2", "trainer.strategy=ddp"], "needs more processes than this one"),
     (["logger=wandb", "trainer.accelerator=foo"], "refuses its settings"),
 ]

@@ -1,6 +1,8 @@
 """Equal configs are the same run; another value of a key that affects the result makes another run."""
 
+import hashlib
 import io
+import json
 import logging
 import signal
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import RunFolders, identify, identify_model, run_folder_path
 from istar.finetune.runs.run import run
 from istar.records import results
+from istar.records.config import ModelConfig
 from istar.records.results import RunRecord
 from tests.finetune.runs.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
 from tests.finished_runs import make_finished_record
@@ -289,3 +292,71 @@ def test_values_without_an_effect_on_embeddings_do_not_count(composed: Build) ->
         for extra in ([], ["reg.zeta=0.8"], ["reg.layers=last"], ["reg.sync=false"], ["reg.refresh_every_n_steps=5"])
     }
     assert len(names) == 1
+
+
+def make_adapters(folder: Path, base: Path | str, **settings: Any) -> Path:
+    """Write a folder as peft does; only the names of its files matter to the identity."""
+    folder.mkdir()
+    values = {"base_model_name_or_path": str(base), **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    (folder / "adapter_model.safetensors").write_bytes(b"adapters")
+    return folder
+
+
+@pytest.fixture
+def base_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_the_identity_of_adapters_covers_their_base_model(
+    tmp_path: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch, is_chain: bool, is_relative: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = make_adapters(tmp_path / "adapters", "base" if is_relative else base_folder)
+    if is_chain:
+        folder = make_adapters(tmp_path / "further", "adapters" if is_relative else folder)
+    trained, new = (ModelConfig(name=str(folder), pretrained=is_pretrained) for is_pretrained in (True, False))
+    as_tokenizer = ModelConfig(name="tiny", pretrained=False)
+    as_tokenizer.tokenizer = str(folder)
+    first = [identify_model(config) for config in (trained, new, as_tokenizer)]
+    (base_folder / "model.safetensors").write_text("other weights")
+    second = [identify_model(config) for config in (trained, new, as_tokenizer)]
+    assert second[0] != first[0]
+    assert second[1:] == first[1:]
+    (base_folder / "tokenizer.json").write_text('{"other": 1}')
+    third = [identify_model(config) for config in (trained, new, as_tokenizer)]
+    assert all(one != other for one, other in zip(second, third, strict=True))
+
+
+def test_adapters_that_are_their_own_base_are_refused(tmp_path: Path) -> None:
+    make_adapters(tmp_path / "a", tmp_path / "b")
+    make_adapters(tmp_path / "b", tmp_path / "a")
+    with pytest.raises(UserError, match=r"adapter_config\.json: .* leads back to .*a$") as error:
+        identify_model(ModelConfig(name=str(tmp_path / "a")))
+    assert "\n" not in str(error.value)
+
+
+def test_a_sweep_hashes_the_weights_of_a_model_once(
+    composed: Build, base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    original = hashlib.file_digest
+
+    def record(file: Any, name: Any) -> Any:
+        hashed.append(Path(file.name).name)
+        return original(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", record)
+    folders = RunFolders()
+    overrides = ["model.lora=true", "model.lora_r=4", "model.load_in=bf16", "model.compile=true", "seed=7"]
+    small = ("task.limit_train=8", "task.limit_validation=8", f"model.name={base_folder}")
+    changes = [(), *((override,) for override in overrides)]
+    paths = {folders.find(composed("task=demo", "model=auto", *small, *change)) for change in changes}
+    assert hashed.count("model.safetensors") == 1
+    assert len(paths) > 4

@@ -55,6 +55,8 @@ def test_several_loggers_of_lightning_at_once(small: Build) -> None:
     [
         ("logger.also.CsvLogger={}", r"logger\.also=CsvLogger is not known; did you mean CSVLogger"),
         ("logger.also.CSVLogger=x", r"logger\.also\.CSVLogger=x is not a mapping of arguments"),
+        ("logger.also.CSVLogger.flush_logs_every_n_steps=x", r"CSVLogger\.flush_logs_every_n_steps=x .* type: int$"),
+        ("logger.also.CSVLogger.name=[a]", r"CSVLogger\.name=\['a'\] is not of the expected type: str$"),
         ("logger.also.CSVLogger.folder=x", r"logger\.also\.CSVLogger: .*folder.* has the arguments"),
         ("logger.also.CometLogger={}", r"logger\.also\.CometLogger needs comet_ml; pip install comet_ml"),
         ("logger.also.NeptuneLogger={}", r"logger\.also=NeptuneLogger is not known"),
@@ -66,6 +68,12 @@ def test_a_logger_that_cannot_be_used_is_refused(small: Build, override: str, me
     with pytest.raises(UserError, match=message):
         run(small(override, "run.overwrite=true"))
     assert folders_in(Path(config.run.root)) == [record.name]
+
+
+@pytest.mark.parametrize("value", ["x", "''", "null", "true", "3", "1.5"])
+def test_further_loggers_are_a_mapping(small: Build, value: str) -> None:
+    with pytest.raises(UserError, match=r"^logger\.also=.* is not a mapping, e\.g\. \{CSVLogger: \{\}\}$"):
+        small(f"logger.also={value}")
 
 
 def test_the_files_of_a_logger_of_lightning_may_be_elsewhere(small: Build, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs of `task=clm` and `task=mlm`: generated text, files, resuming, and what is refused."""
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from istar.errors import UserError
 from istar.finetune.runs.examples import Examples, load_examples
+from istar.finetune.runs.identify import identify
+from istar.finetune.runs.prepare import prepare
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner
 from istar.inputs import demo, tiny
@@ -140,3 +143,55 @@ def test_a_path_without_a_text_is_refused_in_one_line(small: Build, tmp_path: Pa
     (tmp_path / "validation.txt").write_text("Only this.")
     with pytest.raises(UserError, match=r"no training data such as train\.txt"):
         run(small("task=mlm", f"task.data_dir={tmp_path}"))
+
+
+EXPERTS = "num_local_experts:4,hidden_size:16,intermediate_size:16,num_hidden_layers:2,num_attention_heads:2"
+
+
+def expert_overrides(decoder: Path, architecture: str, values: str) -> tuple[str, ...]:
+    model = ("model=auto", "model.name=experts", f"model.architecture={architecture}", "model.pretrained=false")
+    return (*model, f"model.tokenizer={decoder}", f"model.config={{{values},num_key_value_heads:2}}")
+
+
+def test_the_router_loss_of_experts_is_part_of_the_task_loss_but_not_of_perplexity(
+    small: Build, decoder: Path, tmp_path: Path
+) -> None:
+    # The load-balancing loss of a balanced router is `num_experts_per_tok`, here 2.
+    steps, perplexities = [], []
+    for is_added in ("false", "true"):
+        values = f"{EXPERTS},router_aux_loss_coef:10.0,output_router_logits:{is_added}"
+        model = expert_overrides(decoder, "mixtral", values)
+        root = tmp_path / is_added
+        record = run(small("task=clm", *TEXT, *model, "reg=none", "optim.lr=1e-30", f"run.root={root}"))
+        with (only_run(root) / "metrics.csv").open() as file:
+            [step, *_] = [row for row in csv.DictReader(file) if row["train/task_loss"]]
+        steps.append(float(step["train/task_loss"]))
+        perplexities.append(record.metrics["perplexity"])
+    assert 10 * 1.9 < steps[1] - steps[0] < 10 * 2.3
+    assert perplexities[0] == perplexities[1]
+
+
+@pytest.mark.parametrize(
+    ("task", "architecture", "values"),
+    [
+        ("demo", "mixtral", EXPERTS),
+        ("clm", "exaone_moe", f"{EXPERTS.replace('_local', '')},num_experts_per_tok:2"),
+        ("clm", "mixtral", f"{EXPERTS},router_aux_loss_coef:0.0"),
+    ],
+    ids=["head without it", "architecture without it", "coefficient 0"],
+)
+def test_a_router_loss_that_the_model_does_not_add_is_refused(
+    small: Build, decoder: Path, task: str, architecture: str, values: str
+) -> None:
+    model = expert_overrides(decoder, architecture, f"{values},output_router_logits:true")
+    with pytest.raises(UserError, match="its loss lacks the load-balancing loss of its routers") as error:
+        run(small(f"task={task}", *(TEXT if task == "clm" else ()), *model))
+    assert "\n" not in str(error.value)
+
+
+def test_a_new_tokenizer_fits_the_present_configuration_of_a_local_model(small: Build, tmp_path: Path) -> None:
+    model = ("model=auto", f"model.name={tmp_path}", "model.pretrained=false", "model.tokenizer=train")
+    config = small("task=clm", *TEXT, *model, "model.vocab_size=300")
+    for length in (64, 32):
+        GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=length).save_pretrained(tmp_path)
+        assert prepare(identify(config)).tokenizer.model_max_length == length

@@ -12,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from istar.finetune.runs.identify import identify
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner, loggers
 from istar.inputs import pretrained
@@ -144,10 +145,56 @@ def test_online_needs_a_key(small: Build, wandb_at: Any, start_server: Any, monk
     assert "logger.mode=offline needs no key" in message
 
 
-@pytest.mark.parametrize(("name", "value"), [("WANDB_MODE", "sometimes"), ("WANDB_BASE_URL", "nowhere")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WANDB_MODE", "sometimes"), ("WANDB_BASE_URL", "nowhere"), ("WANDB_INIT_TIMEOUT", "long")],
+)
 def test_a_wandb_setting_that_is_none(small: Build, wandb_at: Any, monkeypatch: Any, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    assert "Weights & Biases" in refused_in_one_line(small(*WANDB))
+    message = refused_in_one_line(small(*WANDB))
+    assert message.startswith("Weights & Biases: ")
+    assert message.endswith(f"; correct the environment variable {name}")
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled", "online"])
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("logger.project=me/istar", "correct logger.project"),
+        (f"logger.project={'x' * 129}", "correct logger.project"),
+        (f"logger.tags=[{'x' * 65}]", "correct logger.tags"),
+    ],
+)
+def test_each_error_of_wandb_has_the_hint_that_fits_it(
+    small: Build, wandb_at: Any, start_server: Any, override: str, hint: str, mode: str
+) -> None:
+    wandb_at(start_server(200).url)
+    config = small(*WANDB, f"logger.mode={mode}", override)
+    message = refused_in_one_line(config)
+    assert message.endswith(f"; {hint}")
+    assert "key" not in message
+    # The folder is a run's now.
+    path = identify(config).folder / "wandb" / "run-id"
+    path.write_text("a/b")
+    message = refused_in_one_line(small(*WANDB, f"logger.mode={mode}"))
+    assert message.endswith(f"; remove {path}")
+    assert "key" not in message
+
+
+@pytest.mark.parametrize("text", ["entity nobody not found during upsertBucket", "permission denied"])
+def test_an_entity_that_wandb_does_not_know(
+    small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, text: str
+) -> None:
+    import wandb
+
+    def refuse(**keywords: Any) -> None:
+        raise wandb.errors.CommError(text)
+
+    wandb_at(start_server(200).url)
+    monkeypatch.setattr(wandb, "init", refuse)
+    message = refused_in_one_line(small(*WANDB, "logger.mode=online", "logger.entity=nobody"))
+    assert message.startswith(f"Weights & Biases: {text}; correct logger.entity and logger.project")
+    assert "offline" not in message
 
 
 def test_a_key_of_the_wrong_form(small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any) -> None:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
+from istar.errors import NonFiniteError
 from istar.finetune.tasks.evaluation import Evaluator, constant_baseline, write_submission
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import fingerprint, hold_out, sample_examples
@@ -173,12 +174,12 @@ def test_exactly_the_features_are_wanted(drop, add, message):
 @pytest.mark.parametrize("invalid_logit", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_are_refused(invalid_logit):
     outputs = {row: np.array([0.0, invalid_logit if row in (2, 4) else 1.0]) for row in range(6)}
-    with pytest.raises(ValueError, match="2 of 6 features are not finite"):
+    with pytest.raises(NonFiniteError, match=r"^task rte: .* 2 of 6 features are not finite"):
         make_evaluator(RTE, pairs())(outputs)
     evaluator = make_evaluator(SQUAD, questions())
     span_logits = make_perfect_logits(evaluator)
     span_logits[1][0, 3] = invalid_logit
-    with pytest.raises(ValueError, match=r"1 of .* not finite"):
+    with pytest.raises(NonFiniteError, match=r"^task squad: .* 1 of .* not finite"):
         evaluator(span_logits)
 
 

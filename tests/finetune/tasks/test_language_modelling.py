@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from istar.errors import UserError
+from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.blocks import Corpus, cut_blocks, load_or_tokenize_corpus
 from istar.finetune.tasks.language_modelling import (
     BlockCollator,
@@ -196,7 +196,7 @@ def test_metrics_are_those_of_all_tokens() -> None:
     assert LanguageModelEvaluator(CLM, 3)(sums).metrics.keys() == {"perplexity", "loss"}
     with pytest.raises(ValueError, match="4 blocks"):
         LanguageModelEvaluator(MLM, 4)(sums)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(NonFiniteError, match=r"^task mlm: the loss of the validation set is nan"):
         LanguageModelEvaluator(MLM, 1)({0: np.array([math.nan, 1, 0])})
 
 

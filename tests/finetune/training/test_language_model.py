@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
+    BambaConfig,
+    BambaForCausalLM,
     BertForMaskedLM,
     DistilBertConfig,
     DistilBertForMaskedLM,
@@ -16,12 +18,20 @@ from transformers import (
     GPT2LMHeadModel,
     MambaConfig,
     MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
-from istar.finetune.training.language_model import LanguageModelTuner, restrict_head_to
+from istar.finetune.training.language_model import LanguageModelTuner, adds_to_loss, restrict_head_to
 from istar.inputs import tiny
 from istar.records.config import AdamWConfig
 from istar.records.task_specs import TASKS
@@ -53,6 +63,55 @@ def roberta() -> Any:
     return RobertaForMaskedLM(RobertaConfig(**SHAPE, intermediate_size=32, max_position_embeddings=40))
 
 
+EXPERTS = {**SHAPE, "intermediate_size": 16, "num_key_value_heads": 2, "output_router_logits": True}
+EXPERTS |= {"router_aux_loss_coef": 0.5, "pad_token_id": None}
+
+
+def olmoe() -> Any:
+    model = OlmoeForCausalLM(OlmoeConfig(**EXPERTS, num_experts=4, num_experts_per_tok=2, eos_token_id=1))
+    model.set_experts_implementation("eager")  # the default takes no float64
+    return model
+
+
+def mixtral() -> Any:
+    model = MixtralForCausalLM(MixtralConfig(**EXPERTS, num_local_experts=4))
+    model.set_experts_implementation("eager")
+    return model
+
+
+def bamba() -> Any:
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]}
+    return BambaForCausalLM(
+        BambaConfig(**SHAPE, **sizes, intermediate_size=16, num_key_value_heads=2, z_loss_coefficient=0.5)
+    )
+
+
+class _AddsToTheLoss:
+    """Adds a loss in training that the architecture of transformers does not have."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss + 0.1 * outputs.logits.square().mean()
+        return outputs
+
+
+class CausalModelThatAdds(_AddsToTheLoss, GPT2LMHeadModel):
+    pass
+
+
+class MaskedModelThatAdds(_AddsToTheLoss, BertForMaskedLM):
+    pass
+
+
+def custom_gpt2() -> Any:
+    return CausalModelThatAdds(gpt2().config)
+
+
+def custom_bert() -> Any:
+    return MaskedModelThatAdds(bert().config)
+
+
 def make_batch(seed: int = 0, is_causal: bool = False) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(5, VOCABULARY, (4, 10), generator=generator)
@@ -74,9 +133,11 @@ def make_tuner(model: Any, is_causal: bool, **options: Any) -> LanguageModelTune
     return LanguageModelTuner(model.double().eval(), None, AdamWConfig(), evaluators, is_causal=is_causal, **options)
 
 
-@pytest.mark.parametrize("build", [gpt2, bert, albert, distilbert, roberta])
+@pytest.mark.parametrize(
+    "build", [gpt2, bert, albert, distilbert, roberta, olmoe, mixtral, bamba, custom_gpt2, custom_bert]
+)
 def test_loss_and_gradient_are_those_of_the_model(build: Any) -> None:
-    is_causal = build is gpt2
+    is_causal = build in (gpt2, olmoe, mixtral, bamba, custom_gpt2)
     torch.manual_seed(1)
     module = make_tuner(build(), is_causal)
     reference = copy.deepcopy(module.model)
@@ -95,6 +156,14 @@ def test_loss_and_gradient_are_those_of_the_model(build: Any) -> None:
             assert_close(parameter.grad, reference_parameter.grad, rtol=1e-5, atol=1e-6 * scale + 1e-12, msg=name)
 
 
+def test_labels_that_are_not_shifted_or_selected_by_the_model_add_nothing() -> None:
+    config = XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=2, d_inner=16)
+    assert not adds_to_loss(XLNetLMHeadModel(config))
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "cls_token_id": 1, "sep_token_id": 1}
+    sparse = ModernBertConfig(**SHAPE, **ids, intermediate_size=16, sparse_prediction=True)
+    assert not adds_to_loss(ModernBertForMaskedLM(sparse))
+
+
 @pytest.mark.parametrize("build", [bert, albert, distilbert, roberta])
 def test_the_head_at_chosen_tokens_gives_their_logits(build: Any) -> None:
     model, batch = build().double().eval(), make_batch()
@@ -108,9 +177,9 @@ def test_the_head_at_chosen_tokens_gives_their_logits(build: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"restrict_head_to_labels": False}], ids=["head at labels", "whole head"])
-@pytest.mark.parametrize("build", [gpt2, bert])
+@pytest.mark.parametrize("build", [gpt2, bert, olmoe, custom_bert])
 def test_validation_counts_each_predicted_token_once(build: Any, options: dict[str, Any]) -> None:
-    is_causal = build is gpt2
+    is_causal = build in (gpt2, olmoe)
     torch.manual_seed(2)
     module, batch = make_tuner(build(), is_causal, **options), make_batch(is_causal=is_causal)
     module.on_validation_epoch_start()

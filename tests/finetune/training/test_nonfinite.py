@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner
+from istar.finetune.training import module as module_of_tuner
 from istar.records import results
 from istar.records.config import Config
 from istar.regularizers import CosReg, IStar
@@ -149,3 +150,37 @@ def test_stop_does_not_go_on_with_a_run_that_has_skipped_steps(small: Build, mon
         run(small(*overrides, "trainer.nonfinite=skip"))
     with pytest.raises(UserError, match=r"has skipped 1 steps; trainer\.nonfinite=skip goes on"):
         run(small(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("num_finite", "policy", "message"),
+    [
+        (0, "stop", r"^validation after step 0: task demo: .*; there is no checkpoint yet; the model is so "
+                    r"before training; try trainer\.precision=32-true and model\.load_in=float32$"),
+        (2, "stop", r"^validation after step 4: task demo: .*; the last good state is .*; lower optim\.lr or "
+                    r"reg\.lambda, or skip such steps with trainer\.nonfinite=skip$"),
+        (2, "skip", r"^validation after step 4: .*; lower optim\.lr or reg\.lambda$"),
+    ],
+)  # fmt: skip
+def test_logits_that_are_not_finite_end_a_run_in_one_line(
+    small: Build, monkeypatch: pytest.MonkeyPatch, num_finite: int, policy: str, message: str
+) -> None:
+    """Two batches of logits make a validation."""
+    original, num_calls = module_of_tuner.logits_by_feature, 0
+
+    def break_logits(batch, outputs):
+        nonlocal num_calls
+        num_calls += 1
+        scale = 1 if num_calls <= num_finite else float("nan")
+        return {row: logits * scale for row, logits in original(batch, outputs).items()}
+
+    monkeypatch.setattr(module_of_tuner, "logits_by_feature", break_logits)
+    overrides = (
+        "reg=none",
+        "data.eval_batch_size=8",
+        f"trainer.nonfinite={policy}",
+        "trainer.checkpoint_every_n_steps=2",
+    )
+    with pytest.raises(NonFiniteError, match=message) as error:
+        run(small(*overrides, f"trainer.nonfinite={policy}"))
+    assert "\n" not in str(error.value)
