@@ -107,7 +107,6 @@ class HiddenStatePenalty(AttachedPenalty):
             self._is_active,
             modules=modules,
             points=points,
-            needs_labels=penalty.needs_labels,
             include_padding=penalty.include_padding,
             draw_sample=self._draw_sample,
         )
