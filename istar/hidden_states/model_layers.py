@@ -66,10 +66,14 @@ def find_layers(model: nn.Module) -> ModelLayers:
     modules = declared_layers(base_model)
     config: Any = base_model.config
     num_layers = max(int(getattr(config.get_text_config(), "num_hidden_layers", 0)), len(modules))
+    called_module = model if is_sharded_module(model) else base_model
+    if 0 < len(modules) < num_layers:
+        # Modules compute several layers each, as in ALBERT, or the number is that of an encoder, as in BART's decoder.
+        num_layers = len(run_trial(base_model, called_module).states) - 1
     if modules or not _reads_text(base_model):
         ends_with_norm = len(modules) > 0 and getattr(config, "tie_last_hidden_states", None) is not False
         return ModelLayers(base_model, tuple(modules), num_layers, ends_with_norm, is_transformers=True)
-    states, last_state, calls = run_trial(base_model, model if is_sharded_module(model) else base_model)
+    states, last_state, calls = run_trial(base_model, called_module)
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
     ends_with_last = _are_equal(states[-1], last_state)
     for blocks in lists if ends_with_last else ():
@@ -190,7 +194,8 @@ def find_base_model(model: nn.Module) -> nn.Module:
     base_model: nn.Module = head_model.base_model
     while True:
         nested_models = [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]
-        if len(nested_models) != 1:
+        # The nested model of GIT, for example, reads images and not the text.
+        if len(nested_models) != 1 or nested_models[0].main_input_name != base_model.main_input_name:
             break
         base_model = nested_models[0]
     is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)

@@ -61,7 +61,7 @@ def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"
     """Return the parameter of a model's input or output embeddings, or None."""
     try:
         layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
-    except NotImplementedError:  # transformers raises this for architectures without such a layer
+    except (AttributeError, NotImplementedError):  # of parts like FSMT's encoder, and of models without such a layer
         return None
     return getattr(layer, "weight", None)
 
@@ -116,7 +116,9 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
     # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
     checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
     _check_loaded_weights(config.label, checkpoint_model, loading_info)
-    model.base_model.load_state_dict(checkpoint_model.base_model.state_dict())
+    # Llama4's class without a head names the base model by a name that it does not have.
+    parts = (part for part in checkpoint_model.modules() if type(part) is type(model.base_model))
+    model.base_model.load_state_dict(next(parts, checkpoint_model.base_model).state_dict())
     return model
 
 

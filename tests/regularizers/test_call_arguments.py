@@ -121,7 +121,9 @@ def test_the_heads_of_fnet_take_a_mask_that_the_model_ignores(head: str) -> None
     batch = {"input_ids": TOKENS.view(shape), "attention_mask": MASK.view(shape)}
     check(model, lambda: model(**batch), MASK)
     points = find_last_state(model.eval(), lambda: model(**batch))[MASK.bool()]
-    assert_close(shrinkage_covariance(model, [batch], layers="last").double(), torch.cov(points.T), rtol=1e-5, atol=1e-6)
+    assert_close(
+        shrinkage_covariance(model, [batch], layers="last").double(), torch.cov(points.T), rtol=1e-5, atol=1e-6
+    )
 
 
 def make_four_dimensions(mask: Tensor) -> Tensor:
