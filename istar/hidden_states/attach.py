@@ -133,6 +133,7 @@ class HiddenStatePenalty(AttachedPenalty):
             self._reader.discard()
         summaries = self._reader.take() if penalty.weight != 0 else []
         if not summaries:
+            penalty.last = None
             return torch.zeros((), device=next(self._model.parameters()).device)
         loss = penalty.combine(summaries)
         self._warn_if_no_gradient(loss, "nothing before the chosen layers is trainable")

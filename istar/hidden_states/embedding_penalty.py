@@ -100,6 +100,7 @@ class EmbeddingPenalty(AttachedPenalty):
             row_indices = torch.randperm(len(matrix), generator=self._generator)[: self.settings.rows]
             points = matrix.index_select(0, row_indices.to(matrix.device))
         if self.penalty.weight == 0:
+            self.penalty.last = None
             return torch.zeros((), device=matrix.device)
         loss = self.penalty.combine(self.penalty.summarize([points], Tokens()))
         self._warn_if_no_gradient(loss, f"the {_describe(self.target)} are frozen")
@@ -112,9 +113,12 @@ class EmbeddingPenalty(AttachedPenalty):
 
 
 def _find_matrix(model: Any, target: str) -> Tensor:
-    module = getattr(model, "get_input_embeddings" if target == INPUT_EMBEDDINGS else "get_output_embeddings")()
+    try:
+        module = model.get_input_embeddings() if target == INPUT_EMBEDDINGS else model.get_output_embeddings()
+    except NotImplementedError:  # transformers raises this for architectures without such a layer
+        module = None
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor):
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise UserError(
             f"{type(model).__name__} has no {_describe(target)}, so that target={target} does not fit it; expected "
             f"a language model, or target={INPUT_EMBEDDINGS if target == OUTPUT_EMBEDDINGS else HIDDEN_STATES}"

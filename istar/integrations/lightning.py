@@ -69,6 +69,8 @@ class PenaltyCallback(L.Callback):
         self._detached: AttachedPenalty | None = None
         self._loaded_state: dict[str, Tensor] = {}
         self._has_fitted = False
+        # Whether `training_step` has called `loss` since the fit began.
+        self._is_added = False
 
     def __getstate__(self) -> dict[str, Any]:
         # `save_hyperparameters` puts the callback into checkpoints, which contain the model already. Lightning sets two
@@ -98,11 +100,13 @@ class PenaltyCallback(L.Callback):
                 "the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback]). Lightning's Tuner "
                 "and its finders run without callbacks: set penalty.weight = 0 for them"
             )
+        self._is_added = True
         return self._attached.loss()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
+        self._is_added = False
         # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
         if self._has_fitted and trainer.global_step == 0 and trainer.ckpt_path is None:
             self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
@@ -140,7 +144,7 @@ class PenaltyCallback(L.Callback):
             UserError: if `training_step` did not add the penalty to its loss.
         """
         assert self._attached is not None
-        if self.penalty.weight != 0 and self.penalty.last is None:
+        if self.penalty.weight != 0 and not self._is_added:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Tensors are logged rather than numbers, so that the host does not wait for the device in each step.
         terms: dict[str, float | Tensor] = {**self._attached.terms(), **self._attached.progress()}

@@ -216,7 +216,8 @@ class Penalty(nn.Module, ABC):
     """Target of the score. With a target, the penalty is the squared deviation of the score from it, and its weight is
     the absolute value of lambda."""
     last: Terms | None = field(default=None, init=False)
-    """Detached terms of the latest penalty, for logs; None before the first one."""
+    """Detached terms of the latest penalty, for logs; None if there is none, or if it was not computed, as with weight
+    0."""
     undefined: UndefinedCount = field(default_factory=UndefinedCount, init=False)
     """Number of losses of finite points that have no score."""
     kept_score: Tensor = field(init=False)
@@ -308,6 +309,7 @@ class Penalty(nn.Module, ABC):
         """
         selected = select_layers(hidden_states, self.layers)
         if self.weight == 0:
+            self.last = None
             return torch.zeros((), device=selected[0].device)
         tokens = Tokens(None if self.include_padding else attention_mask, labels=labels)
         return self.combine(self.summarize(selected, tokens))

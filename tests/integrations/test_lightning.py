@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+import transformers as hf
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
@@ -24,6 +25,8 @@ import istar
 from istar.integrations.lightning import PenaltyCallback
 from tests.integrations.naive import (
     CLOSE,
+    SHAPE,
+    SPECIAL_IDS,
     WEIGHT,
     ZETA,
     collate,
@@ -505,6 +508,28 @@ def test_any_module_can_be_penalized_by_naming_its_layers():
     make_trainer(callback, max_steps=1).fit(Tower(callback), DataLoader(torch.randn(12, 5), 12))  # type: ignore[arg-type]
     assert callback.penalty.last.points == 24
     assert callback.penalty.shrinkage_covariance.shape == (7, 7)
+
+
+def test_a_step_whose_layers_are_all_skipped_logs_no_terms():
+    rows = make_loader(make_examples("classification", 6))
+    config = {**SHAPE, **SPECIAL_IDS, "ffn_dim": 16, "word_embed_proj_dim": 12}
+    model: Any = hf.OPTForSequenceClassification(hf.OPTConfig(**config)).train()
+
+    class Skipping(Classifier):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            self.model.model.decoder.layerdrop = 1.0 - batch_idx % 2
+            return super().training_step(batch, batch_idx)
+
+    class Recorder(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            logged.append(set(trainer.callback_metrics))
+            trainer.callback_metrics.clear()
+
+    logged: list[set[str]] = []
+    callback = make_callback(zeta=0.0)
+    make_trainer(callback, Recorder(), max_epochs=1).fit(Skipping(model, callback), rows)
+    terms = {"train/task_loss", "train/penalty", "train/isoscore", "train/points"}
+    assert logged == [{"train/task_loss"}, terms, {"train/task_loss"}]
 
 
 def test_mistakes_are_refused_in_one_line():
