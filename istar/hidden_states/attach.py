@@ -218,7 +218,7 @@ class HiddenStatePenalty(AttachedPenalty):
         """Return the sample of the points of the next pass: one random number a pass, on all processes alike."""
         if self.settings.sample is None:
             return None
-        return PointSample(self.settings.sample, int(torch.randint(2**62, (), generator=self._generator)))
+        return PointSample(self.settings.sample, int(torch.randint(2**62, (), generator=self._generator, device="cpu")))
 
     def _is_active(self) -> bool:
         # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.

@@ -97,7 +97,7 @@ class EmbeddingPenalty(AttachedPenalty):
         matrix = self.matrix
         points = matrix
         if self.settings.rows is not None:
-            row_indices = torch.randperm(len(matrix), generator=self._generator)[: self.settings.rows]
+            row_indices = torch.randperm(len(matrix), generator=self._generator, device="cpu")[: self.settings.rows]
             points = matrix.index_select(0, row_indices.to(matrix.device))
         if self.penalty.weight == 0:
             self.penalty.last = None

@@ -296,7 +296,8 @@ def find_final_norm(base_model: nn.Module, trial: TrialPass) -> nn.Module | None
 def make_trial_ids(base_model: Any) -> Tensor:
     """Return the ids of a few tokens that are not padding."""
     padding_id = getattr(base_model.config.get_text_config(), "pad_token_id", None)
-    return torch.tensor([index for index in range(_TRIAL_TOKENS + 1) if index != padding_id][:_TRIAL_TOKENS])
+    ids = [index for index in range(_TRIAL_TOKENS + 1) if index != padding_id]
+    return torch.tensor(ids[:_TRIAL_TOKENS], device="cpu")
 
 
 def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:

@@ -94,7 +94,7 @@ class PenaltyCallback(L.Callback):
             UserError: if the trainer does not have this callback, or there was no forward pass since the last call.
         """
         if not torch.is_grad_enabled() or (self._attached is None and self.penalty.weight == 0):
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         if self._attached is None:
             raise UserError(
                 "the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback]). Lightning's Tuner "

@@ -35,8 +35,8 @@ class UndefinedCount:
     """
 
     def __init__(self, total: int = 0) -> None:
-        self.total = torch.tensor(total)
-        self._total_on_host = torch.tensor(total)
+        self.total = torch.tensor(total, device="cpu")
+        self._total_on_host = self.total.clone()
         self._has_warned = total > 0
 
     @property
@@ -242,8 +242,8 @@ class Penalty(nn.Module, ABC):
         if self.set_point is not None and not isinstance(self.set_point, SetPoint):
             raise OptionError(f"set_point={self.set_point!r}; expected a SetPoint, such as SetPoint(0.3)")
         if self.set_point is not None and self.set_point.is_kept:
-            self.register_buffer("kept_score", torch.tensor(math.nan))
-            self.register_buffer("kept_batches", torch.tensor(0))
+            self.register_buffer("kept_score", torch.tensor(math.nan, device="cpu"))
+            self.register_buffer("kept_batches", torch.tensor(0, device="cpu"))
         elif self.set_point is not None:
             self.set_point.check_range(self.score_range)
 
@@ -319,7 +319,8 @@ class Penalty(nn.Module, ABC):
         self.last = None
         self.undefined = UndefinedCount()
         if self.set_point is not None and self.set_point.is_kept:
-            self.kept_score, self.kept_batches = torch.tensor(math.nan), torch.tensor(0)
+            self.kept_score = torch.tensor(math.nan, device="cpu")
+            self.kept_batches = torch.tensor(0, device="cpu")
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
         """Compute the weighted penalty of the union of summarized layers, as `forward` does."""

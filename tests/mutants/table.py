@@ -140,7 +140,7 @@ MUTATIONS = [
     Mutation(
         "The mask for queries is taken for the documents.",
         "istar/hidden_states/call_arguments.py",
-        "if value is None or not _have_equal_ids(call.get(\"input_ids\"), own_ids):",
+        'if value is None or not _have_equal_ids(call.get("input_ids"), own_ids):',
         "if value is None:",
         "tests/regularizers/test_call_arguments.py",
     ),

@@ -111,7 +111,7 @@ class BlockReader:
         inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
         is_included = inputs["attention_mask"].bool()
         if not self._has_special_tokens:
-            is_text = ~torch.tensor(list(chain.from_iterable(block.is_special for block in blocks)))
+            is_text = ~torch.tensor(list(chain.from_iterable(block.is_special for block in blocks)), device="cpu")
             is_included = is_included.masked_scatter(is_included, is_text)
         return inputs, is_included
 
@@ -132,7 +132,9 @@ class BlockReader:
                 states = self.taps(device_inputs)
                 self.forward_seconds += self._read_synchronized_time() - start
                 # The states of all other tokens share a last row, which is left out of the result.
-                all_rows = torch.full(mask.shape, num_tokens).masked_scatter_(mask, batch_rows).flatten()
+                all_rows = (
+                    torch.full(mask.shape, num_tokens, device=mask.device).masked_scatter_(mask, batch_rows).flatten()
+                )
                 all_rows = all_rows.to(self._device)
                 for tap, tap_states in states.items():
                     if tap not in points:
