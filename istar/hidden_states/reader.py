@@ -60,7 +60,8 @@ def _load_compiler_option() -> None:
     """Keep torch.compile out of `_UncompiledHook`, if the compiler is loaded, as by transformers' models."""
     global _call
     if "torch._dynamo" in sys.modules and not hasattr(_call, "__wrapped__"):
-        _call = torch.compiler.disable(_call)
+        reason = "an attached penalty of istar reads hidden states outside of the graph: compile with fullgraph=False"
+        _call = torch.compiler.disable(_call, reason=reason)
 
 
 @dataclass
