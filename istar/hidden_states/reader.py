@@ -52,18 +52,6 @@ class _Pass:
     layers_without_gradients: set[int] = field(default_factory=set)
 
 
-def _call(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return hook(*args, **kwargs)
-
-
-def _load_compiler_option() -> None:
-    """Keep torch.compile out of `_UncompiledHook`, if the compiler is loaded, as by transformers' models."""
-    global _call
-    if "torch._dynamo" in sys.modules and not hasattr(_call, "__wrapped__"):
-        reason = "an attached penalty of istar reads hidden states outside of the graph: compile with fullgraph=False"
-        _call = torch.compiler.disable(_call, reason=reason)
-
-
 @dataclass
 class _UncompiledHook:
     """A hook that torch.compile calls without compiling it. It is copied and pickled together with the reader."""
@@ -71,7 +59,15 @@ class _UncompiledHook:
     hook: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call(self.hook, *args, **kwargs)
+        return self.hook(*args, **kwargs)
+
+
+def _load_compiler_option() -> None:
+    """Keep torch.compile out of `_UncompiledHook`, if the compiler is loaded, as by transformers' models."""
+    call: Any = _UncompiledHook.__call__
+    if "torch._dynamo" in sys.modules and not hasattr(call, "__wrapped__"):
+        reason = "an attached penalty of istar reads hidden states outside of the graph: compile with fullgraph=False"
+        _UncompiledHook.__call__ = torch.compiler.disable(call, reason=reason)  # type: ignore[method-assign]
 
 
 class HiddenStateReader:
