@@ -114,10 +114,9 @@ class EmbeddingPenalty(AttachedPenalty):
 
 def _find_matrix(model: Any, target: str) -> Tensor:
     try:
-        module = model.get_input_embeddings() if target == INPUT_EMBEDDINGS else model.get_output_embeddings()
-    except NotImplementedError:  # transformers raises this for architectures without such a layer
-        module = None
-    weight = getattr(module, "weight", None)
+        weight = (model.get_input_embeddings() if target == INPUT_EMBEDDINGS else model.get_output_embeddings()).weight
+    except (AttributeError, NotImplementedError):  # models without such a layer have None or raise the latter
+        weight = None
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise UserError(
             f"{type(model).__name__} has no {_describe(target)}, so that target={target} does not fit it; expected "

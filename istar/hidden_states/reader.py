@@ -9,7 +9,6 @@ output of the final norm is hidden state L, and replaces the output of the last 
 not read. `layers="all"` therefore always selects what `output_hidden_states=True` returns after the embedding output.
 """
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
-from istar.hidden_states.call_arguments import Arguments, find_argument, name_arguments, read_argument_names
+from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names
 from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
 from istar.measures.moments import layers_per_block
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
@@ -91,6 +90,7 @@ class HiddenStateReader:
         head_model: the module that takes labels: the transformers model with its head, or `base_model`.
         num_selected: number of selected layers.
         num_left_out: number of points of the latest pass that `points.max_norm_ratio` left out.
+        batch: what the next calls may lack, such as a mask that the called module does not take, by argument.
 
     Raises:
         UserError: if the model's hidden states cannot be read. In a forward pass, if the model did not compute its
@@ -100,10 +100,10 @@ class HiddenStateReader:
     # A copy of the model has hooks of an empty reader; see `__getstate__`.
     _is_active: Callable[[], bool] = staticmethod(lambda: False)
     _pass: _Pass | None = None
-    # Arguments of the calls in progress of modules around the base model, from the outermost to the innermost.
-    _outer_calls: Mapping[float, Arguments] = MappingProxyType({})
-    # The same of the latest pass in a checkpoint, with the call of the base model.
-    _checkpointed_calls: Mapping[float, Arguments] = MappingProxyType({})
+    # Arguments of the calls in progress of the base model and the modules around it, by module, the outermost first;
+    # and the same for the latest pass inside a checkpoint.
+    _calls: Mapping[nn.Module, Arguments] = MappingProxyType({})
+    _checkpointed_calls: Mapping[nn.Module, Arguments] = MappingProxyType({})
 
     def __init__(
         self,
@@ -125,20 +125,20 @@ class HiddenStateReader:
         self.head_model = find_head_model(model) if modules is None else self.base_model
         self.num_selected = len(self._selected)
         self.num_left_out = 0
+        self.batch: Arguments = {}
         self._points = points
         self._include_padding = include_padding
         self._predicts_next = _is_causal_language_model(self.head_model)
         self._summarize = summarize
         self._is_active = is_active
         self._draw_sample = draw_sample
-        self._argument_names = read_argument_names(self.base_model)
         self._modules_with_layerdrop: list[Any] = [
             module for module in self.base_model.modules() if "layerdrop" in vars(module)
         ]
         self._summaries: list[Any] | None = None
         _load_compiler_option()
         self._handles = [
-            *self._register_outer_hooks(model),
+            *self._register_call_hooks(model),
             self.base_model.register_forward_pre_hook(_UncompiledHook(self._begin_pass), with_kwargs=True),
             *(
                 module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
@@ -177,7 +177,7 @@ class HiddenStateReader:
 
     def copied_state(self) -> dict[str, Any]:
         """Return the attributes for the reader of a copied penalty: all but what belongs to a pass."""
-        return {**self.__dict__, "_summaries": None, "_pass": None, "_outer_calls": {}, "_checkpointed_calls": {}}
+        return {**self.__dict__, "_summaries": None, "_pass": None, "_calls": {}, "_checkpointed_calls": {}}
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the changed arguments of the call if hidden states are requested, otherwise None."""
@@ -188,8 +188,7 @@ class HiddenStateReader:
             self._summaries = None
         if not is_active:
             return None
-        arguments = name_arguments(self._argument_names, args, kwargs)
-        calls = self._list_calls(arguments)
+        calls = self._list_calls()
         mask = None if self._include_padding else find_argument(calls, "attention_mask")
         labels = next((call["labels"] for call in calls if call.get("labels") is not None), None)
         input_ids, position_ids = find_argument(calls, "input_ids"), find_argument(calls, "position_ids")
@@ -201,52 +200,33 @@ class HiddenStateReader:
         self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip, may_skip or not self._layers.is_transformers)
         if self._layers.modules:
             return None
-        # By name, because the call may have them by position.
-        unnamed = args[len(self._argument_names) :]
-        return unnamed, {**arguments, "output_hidden_states": True, "return_dict": True}
+        # All by name, because the call may have these two by position.
+        return args[len(read_argument_names(module)) :], {**calls[0], "output_hidden_states": True, "return_dict": True}
 
-    def set_batch(self, arguments: Arguments) -> None:
-        """Let the next passes have the arguments of a batch that the called module does not take, such as a mask."""
-        self._outer_calls = {-1: arguments}
-
-    def _register_outer_hooks(self, model: nn.Module) -> list[Any]:
-        """Register hooks that store the arguments of the modules around the base model while they run.
-
-        All of these modules have hooks: PEFT's wrappers call their module's `forward` directly, which skips its hooks.
-        """
-        outer_modules = [
-            module
-            for module in model.modules()
-            if module is not self.base_model and any(part is self.base_model for part in module.modules())
-        ]
+    def _register_call_hooks(self, model: nn.Module) -> list[Any]:
+        """Register hooks that store the arguments of the base model and all modules around it while they run."""
         handles: list[Any] = []
-        for number, module in enumerate(outer_modules):
-            begin = partial(self._begin_outer_call, number, read_argument_names(module))
-            end = partial(self._end_outer_call, number)
-            handles.append(module.register_forward_pre_hook(_UncompiledHook(begin), with_kwargs=True))
-            handles.append(module.register_forward_hook(_UncompiledHook(end), always_call=True))
+        for module in (part for part in model.modules() if self.base_model in part.modules()):
+            begin_call = _UncompiledHook(partial(self._begin_call, read_argument_names(module)))
+            handles.append(module.register_forward_pre_hook(begin_call, with_kwargs=True))
+            handles.append(module.register_forward_hook(_UncompiledHook(self._end_call), always_call=True))
         return handles
 
-    def _begin_outer_call(
-        self, number: int, names: Sequence[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._outer_calls = {**self._outer_calls, number: name_arguments(names, args, kwargs)}
+    def _begin_call(self, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls = {**self._calls, module: {**dict(zip(names, args, strict=False)), **kwargs}}
 
-    def _end_outer_call(self, number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._outer_calls = {other: call for other, call in self._outer_calls.items() if other != number}
+    def _end_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._calls = {caller: call for caller, call in self._calls.items() if caller is not module}
 
-    def _list_calls(self, arguments: Arguments) -> list[Arguments]:
-        """Return the arguments of a call of the base model, and of the calls around it from the innermost on."""
-        calls = {**self._outer_calls, math.inf: arguments}
-        is_in_checkpoint = _are_saved_tensors_hooked()
-        if is_in_checkpoint:
+    def _list_calls(self) -> list[Arguments]:
+        """Return the arguments of the base model's call, and of the calls around it from the innermost on."""
+        calls = self._calls
+        if _are_saved_tensors_hooked():
             # A checkpoint repeats its calls in the backward pass, when the calls around it have ended.
-            number, outermost = next(iter(calls.items()))
-            latest = self._checkpointed_calls.get(number, {})
-            is_repeated = all(value is latest.get(name) for name, value in outermost.items())
-            calls = {**self._checkpointed_calls, **calls} if is_repeated else calls
-        self._checkpointed_calls = calls if is_in_checkpoint else {}
-        return [*reversed(calls.values())]
+            caller, call = next(iter(calls.items()))
+            is_repeated = [*map(id, call.values())] == [*map(id, self._checkpointed_calls.get(caller, {}).values())]
+            self._checkpointed_calls = calls = {**self._checkpointed_calls, **calls} if is_repeated else calls
+        return [*reversed(calls.values()), self.batch]
 
     def _read_layer(
         self, module_index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

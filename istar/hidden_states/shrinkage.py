@@ -191,7 +191,7 @@ def _call_module(module: nn.Module, inputs: Any, reader: HiddenStateReader | Non
     unnamed = inputs if isinstance(inputs, list) else [] if inputs is named else [inputs]
     fault = "" if reader is None else _find_fault(module, named, unnamed, reader)
     if reader is not None:
-        reader.set_batch(named)
+        reader.batch = named
     if reader is not None and module is reader.base_model:
         ids = unnamed[0] if unnamed else named.get("input_ids")
         # The heads for multiple choice flatten ids of shape (batch, choices, tokens).

@@ -116,7 +116,6 @@ def load_weights(config: ModelConfig, auto_class: Any, /, **options: Any) -> Pre
     # weights: it is `model` in `LlamaForCausalLM`, but `transformer` in `LlamaForQuestionAnswering`.
     checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
     _check_loaded_weights(config.label, checkpoint_model, loading_info)
-    # Llama4's class without a head names the base model by a name that it does not have.
     parts = (part for part in checkpoint_model.modules() if type(part) is type(model.base_model))
     model.base_model.load_state_dict(next(parts, checkpoint_model.base_model).state_dict())
     return model

@@ -69,7 +69,6 @@ class PenaltyCallback(L.Callback):
         self._detached: AttachedPenalty | None = None
         self._loaded_state: dict[str, Tensor] = {}
         self._has_fitted = False
-        # Whether `training_step` has called `loss` since the fit began.
         self._is_added = False
 
     def __getstate__(self) -> dict[str, Any]:

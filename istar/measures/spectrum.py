@@ -71,8 +71,7 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
     values = torch.linalg.svdvals(points - points.mean(0) if centered else points)
     # The bound of rounding errors of an SVD; the last of n centered points never adds a dimension.
     rounding_error = max(points.shape) * torch.finfo(points.dtype).eps * values[0]
-    ranks = torch.arange(len(values), device=values.device)
-    is_significant = (values > rounding_error) & (ranks < len(points) - centered)
+    is_significant = (values > rounding_error) & (torch.ones_like(values).cumsum(0) <= len(points) - centered)
     all_values: Tensor = torch.nn.functional.pad(values * is_significant, (0, points.shape[1] - len(values)))
     return all_values
 

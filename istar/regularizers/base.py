@@ -216,8 +216,7 @@ class Penalty(nn.Module, ABC):
     """Target of the score. With a target, the penalty is the squared deviation of the score from it, and its weight is
     the absolute value of lambda."""
     last: Terms | None = field(default=None, init=False)
-    """Detached terms of the latest penalty, for logs; None if there is none, or if it was not computed, as with weight
-    0."""
+    """Detached terms of the latest penalty, for logs; None before the first one, and if the latest was skipped."""
     undefined: UndefinedCount = field(default_factory=UndefinedCount, init=False)
     """Number of losses of finite points that have no score."""
     kept_score: Tensor = field(init=False)

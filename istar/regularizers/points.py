@@ -90,8 +90,7 @@ class PointSample:
         num_points = num_rows if indices is None else len(indices)
         size = max(round(self.fraction * num_points), min(num_points, 1))
         # On the CPU, so that the sample does not depend on the device.
-        generator = torch.Generator().manual_seed(self.seed)
-        chosen = torch.randperm(num_points, generator=generator, device="cpu")[:size]
+        chosen = torch.randperm(num_points, generator=torch.Generator().manual_seed(self.seed), device="cpu")[:size]
         chosen = chosen.sort().values.to(device)
         return chosen if indices is None else indices[chosen]
 

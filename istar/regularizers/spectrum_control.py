@@ -63,8 +63,7 @@ class Spectrum(MomentsPenalty):
         trace = second_moment.trace()
         has_spectrum = second_moment.isfinite().all() & (trace > 0)
         # An eigendecomposition of NaN raises an error. Decompose the identity instead, and return NaN below.
-        identity = torch.eye(moments.dim, dtype=second_moment.dtype, device=second_moment.device)
-        second_moment = torch.where(has_spectrum, second_moment / trace, identity)
+        second_moment = torch.where(has_spectrum, second_moment / trace, torch.ones_like(moments.mean).diag())
         eigenvalues = torch.linalg.eigvalsh(second_moment).flip(0)
         relative_eigenvalues = eigenvalues / eigenvalues[0]
         # Smaller eigenvalues are rounding errors of a matrix without full rank; a root lacks a gradient at 0.

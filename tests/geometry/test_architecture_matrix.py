@@ -183,7 +183,8 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 # Others have the blocks and norms of one of these. They are read in the slow tests.
 UNLIKE = {
-    "albert", "bamba", "bart", "bert", "bloom", "deberta-v2", "distilbert", "esm", "falcon", "fnet", "gemma", "git", "gpt2",
+    "albert", "bamba", "bart", "bert", "bloom", "deberta-v2", "distilbert", "esm", "falcon", "fnet", "gemma", "git",
+    "gpt2",
     "gpt_oss", "led", "llama", "longformer", "mamba", "mbart", "megatron-bert", "mobilebert", "modernbert", "mpt",
     "nemotron", "olmo", "openai-gpt", "opt", "recurrent_gemma", "roberta", "roberta-prelayernorm", "rwkv",
     "squeezebert", "t5", "xlm", "xlnet",

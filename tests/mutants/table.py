@@ -133,8 +133,8 @@ MUTATIONS = [
     Mutation(
         "A mask that a head does not pass on is lost.",
         "istar/hidden_states/reader.py",
-        "return [*reversed(calls.values())]",
-        "return [arguments]",
+        "return [*reversed(calls.values()), self.batch]",
+        "return [*reversed(calls.values())][:1]",
         "tests/regularizers/test_call_arguments.py",
     ),
     Mutation(
@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation(
         "The arguments of a call stay for the next one.",
         "istar/hidden_states/reader.py",
-        "for other, call in self._outer_calls.items() if other != number}",
-        "for other, call in self._outer_calls.items()}",
+        "for caller, call in self._calls.items() if caller is not module}",
+        "for caller, call in self._calls.items()}",
         "tests/regularizers/test_call_arguments.py",
     ),
     Mutation(

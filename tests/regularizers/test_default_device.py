@@ -122,10 +122,9 @@ def test_points_are_chosen_on_the_device_of_the_model(points: Points) -> None:
     ids, results = torch.arange(20).view(4, 5) % 7, []
     for is_on_meta in (False, True):
         model = Model()
-        with on_meta(is_on_meta):
-            with attach(model, istar.CosReg(1.0), modules=[model.layer], points=points) as attached:
-                model(ids, MASK)
-                results.append(attached.loss())
+        with on_meta(is_on_meta), attach(model, istar.CosReg(1.0), modules=[model.layer], points=points) as attached:
+            model(ids, MASK)
+            results.append(attached.loss())
     assert torch.equal(*results)
 
 

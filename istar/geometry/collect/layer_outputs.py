@@ -132,10 +132,8 @@ class BlockReader:
                 states = self.taps(device_inputs)
                 self.forward_seconds += self._read_synchronized_time() - start
                 # The states of all other tokens share a last row, which is left out of the result.
-                all_rows = (
-                    torch.full(mask.shape, num_tokens, device=mask.device).masked_scatter_(mask, batch_rows).flatten()
-                )
-                all_rows = all_rows.to(self._device)
+                all_rows = torch.full_like(mask, num_tokens, dtype=torch.int64).masked_scatter_(mask, batch_rows)
+                all_rows = all_rows.flatten().to(self._device)
                 for tap, tap_states in states.items():
                     if tap not in points:
                         points[tap] = tap_states.new_empty(num_tokens + 1, tap_states.shape[-1])
