@@ -15,7 +15,8 @@ def read_argument_names(module: nn.Module) -> list[str]:
     """Return the names of a module's positional arguments, for wrappers of torch and PEFT those of their module."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters
-    names, children = [name for name, key in parameters.items() if key.kind in kinds], list(module.children())
+    names = [name for name, parameter in parameters.items() if parameter.kind in kinds]
+    children = list(module.children())
     is_wrapper = type(module).__module__.startswith(("torch.", "peft.")) and not names and len(children) == 1
     return read_argument_names(children[0]) if is_wrapper else names
 

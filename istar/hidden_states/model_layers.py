@@ -194,7 +194,7 @@ def find_base_model(model: nn.Module) -> nn.Module:
     while True:
         nested_models = [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]
         # The nested model of GIT, for example, reads images and not the text.
-        if len(nested_models) != 1 or nested_models[0].main_input_name != base_model.main_input_name:
+        if len(nested_models) != 1 or (_reads_text(base_model) and not _reads_text(nested_models[0])):
             break
         base_model = nested_models[0]
     is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)

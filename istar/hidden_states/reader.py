@@ -226,7 +226,7 @@ class HiddenStateReader:
             caller, call = next(iter(calls.items()))
             is_repeated = [*map(id, call.values())] == [*map(id, self._checkpointed_calls.get(caller, {}).values())]
             self._checkpointed_calls = calls = {**self._checkpointed_calls, **calls} if is_repeated else calls
-        return [*reversed(calls.values()), self.batch]
+        return [*reversed([*calls.values()]), self.batch]
 
     def _read_layer(
         self, module_index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -69,7 +69,8 @@ class PenaltyCallback(L.Callback):
         self._detached: AttachedPenalty | None = None
         self._loaded_state: dict[str, Tensor] = {}
         self._has_fitted = False
-        self._is_added = False
+        self._loss_was_called = False
+        self._no_terms: dict[str, float] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # `save_hyperparameters` puts the callback into checkpoints, which contain the model already. Lightning sets two
@@ -99,13 +100,13 @@ class PenaltyCallback(L.Callback):
                 "the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback]). Lightning's Tuner "
                 "and its finders run without callbacks: set penalty.weight = 0 for them"
             )
-        self._is_added = True
+        self._loss_was_called = True
         return self._attached.loss()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
-        self._is_added = False
+        self._loss_was_called, self._no_terms = False, {}
         # A trainer that goes on, or resumes from a checkpoint, continues with the penalty's state.
         if self._has_fitted and trainer.global_step == 0 and trainer.ckpt_path is None:
             self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
@@ -143,10 +144,12 @@ class PenaltyCallback(L.Callback):
             UserError: if `training_step` did not add the penalty to its loss.
         """
         assert self._attached is not None
-        if self.penalty.weight != 0 and not self._is_added:
+        if self.penalty.weight != 0 and not self._loss_was_called:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Tensors are logged rather than numbers, so that the host does not wait for the device in each step.
-        terms: dict[str, float | Tensor] = {**self._attached.terms(), **self._attached.progress()}
+        # For a batch without terms, as with lambda 0, Lightning would log the latest ones again.
+        terms: dict[str, float | Tensor] = {**self._no_terms, **self._attached.terms(), **self._attached.progress()}
+        self._no_terms = dict.fromkeys(terms, torch.nan)
         if pl_module.automatic_optimization and outputs and outputs["loss"] is not None:
             # Lightning has divided the loss by the number of micro-batches.
             terms["task_loss"] = outputs["loss"] * trainer.accumulate_grad_batches

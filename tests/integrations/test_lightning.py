@@ -1,6 +1,7 @@
 """The Lightning callback: gradients against the formula over micro-batches and processes, refreshes and logs."""
 
 import copy
+import csv
 import io
 import os
 import random
@@ -15,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 import transformers as hf
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -510,26 +512,28 @@ def test_any_module_can_be_penalized_by_naming_its_layers():
     assert callback.penalty.shrinkage_covariance.shape == (7, 7)
 
 
-def test_a_step_whose_layers_are_all_skipped_logs_no_terms():
-    rows = make_loader(make_examples("classification", 6))
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_a_batch_without_a_penalty_does_not_log_that_of_the_batch_before(tmp_path: Path, is_skipped: bool) -> None:
+    """Layerdrop skips all layers, or lambda is 0."""
     config = {**SHAPE, **SPECIAL_IDS, "ffn_dim": 16, "word_embed_proj_dim": 12}
     model: Any = hf.OPTForSequenceClassification(hf.OPTConfig(**config)).train()
 
     class Skipping(Classifier):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            self.model.model.decoder.layerdrop = 1.0 - batch_idx % 2
+            if is_skipped:
+                self.model.model.decoder.layerdrop = 1.0 - batch_idx % 2
+            else:
+                callback.penalty.weight = float(batch_idx % 2)
             return super().training_step(batch, batch_idx)
 
-    class Recorder(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            logged.append(set(trainer.callback_metrics))
-            trainer.callback_metrics.clear()
-
-    logged: list[set[str]] = []
-    callback = make_callback(zeta=0.0)
-    make_trainer(callback, Recorder(), max_epochs=1).fit(Skipping(model, callback), rows)
-    terms = {"train/task_loss", "train/penalty", "train/isoscore", "train/points"}
-    assert logged == [{"train/task_loss"}, terms, {"train/task_loss"}]
+    callback, logger = make_callback(zeta=0.0), CSVLogger(tmp_path)
+    rows = make_loader(make_examples("classification", 6))
+    make_trainer(callback, max_epochs=1, logger=logger).fit(Skipping(model, callback), rows)
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        logged = list(csv.DictReader(file))
+    for name in ("penalty", "isoscore", "points"):
+        assert [row[f"train/{name}"] in ("", "nan") for row in logged] == [True, False, True], name
+    assert all(float(row["train/task_loss"]) > 0 for row in logged)
 
 
 def test_mistakes_are_refused_in_one_line():

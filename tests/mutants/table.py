@@ -133,7 +133,7 @@ MUTATIONS = [
     Mutation(
         "A mask that a head does not pass on is lost.",
         "istar/hidden_states/reader.py",
-        "return [*reversed(calls.values()), self.batch]",
+        "return [*reversed([*calls.values()]), self.batch]",
         "return [*reversed(calls.values())][:1]",
         "tests/regularizers/test_call_arguments.py",
     ),
