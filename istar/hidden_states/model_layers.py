@@ -184,7 +184,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
 def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
-    Of nested transformers models, like the decoder inside OPT's model, it returns the innermost.
+    Of nested models, like the decoder inside OPT's, it returns the innermost, unless only the outer one reads text (GIT).
 
     Raises:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.
@@ -193,7 +193,6 @@ def find_base_model(model: nn.Module) -> nn.Module:
     base_model: nn.Module = head_model.base_model
     while True:
         nested_models = [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]
-        # The nested model of GIT, for example, reads images and not the text.
         if len(nested_models) != 1 or (_reads_text(base_model) and not _reads_text(nested_models[0])):
             break
         base_model = nested_models[0]

@@ -100,8 +100,7 @@ class HiddenStateReader:
     # A copy of the model has hooks of an empty reader; see `__getstate__`.
     _is_active: Callable[[], bool] = staticmethod(lambda: False)
     _pass: _Pass | None = None
-    # Arguments of the calls in progress of the base model and the modules around it, by module, the outermost first;
-    # and the same for the latest pass inside a checkpoint.
+    # Arguments of the calls in progress by module, the outermost first, and of the latest pass inside a checkpoint.
     _calls: Mapping[nn.Module, Arguments] = MappingProxyType({})
     _checkpointed_calls: Mapping[nn.Module, Arguments] = MappingProxyType({})
 
@@ -200,7 +199,6 @@ class HiddenStateReader:
         self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip, may_skip or not self._layers.is_transformers)
         if self._layers.modules:
             return None
-        # All by name, because the call may have these two by position.
         return args[len(read_argument_names(module)) :], {**calls[0], "output_hidden_states": True, "return_dict": True}
 
     def _register_call_hooks(self, model: nn.Module) -> list[Any]:

@@ -69,8 +69,7 @@ class PenaltyCallback(L.Callback):
         self._detached: AttachedPenalty | None = None
         self._loaded_state: dict[str, Tensor] = {}
         self._has_fitted = False
-        self._loss_was_called = False
-        self._no_terms: dict[str, float] = {}
+        self._loss_was_called, self._no_terms = False, dict[str, float]()
 
     def __getstate__(self) -> dict[str, Any]:
         # `save_hyperparameters` puts the callback into checkpoints, which contain the model already. Lightning sets two

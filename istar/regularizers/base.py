@@ -318,8 +318,7 @@ class Penalty(nn.Module, ABC):
         self.last = None
         self.undefined = UndefinedCount()
         if self.set_point is not None and self.set_point.is_kept:
-            self.kept_score = torch.tensor(math.nan, device="cpu")
-            self.kept_batches = torch.tensor(0, device="cpu")
+            self.kept_score, self.kept_batches = torch.tensor(math.nan, device="cpu"), torch.tensor(0, device="cpu")
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
         """Compute the weighted penalty of the union of summarized layers, as `forward` does."""
