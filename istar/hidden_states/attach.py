@@ -107,7 +107,6 @@ class HiddenStatePenalty(AttachedPenalty):
             self._is_active,
             modules=modules,
             points=points,
-            needs_labels=penalty.needs_labels,
             include_padding=penalty.include_padding,
             draw_sample=self._draw_sample,
         )
@@ -134,6 +133,7 @@ class HiddenStatePenalty(AttachedPenalty):
             self._reader.discard()
         summaries = self._reader.take() if penalty.weight != 0 else []
         if not summaries:
+            penalty.last = None
             return torch.zeros((), device=next(self._model.parameters()).device)
         loss = penalty.combine(summaries)
         self._warn_if_no_gradient(loss, "nothing before the chosen layers is trainable")
@@ -218,7 +218,7 @@ class HiddenStatePenalty(AttachedPenalty):
         """Return the sample of the points of the next pass: one random number a pass, on all processes alike."""
         if self.settings.sample is None:
             return None
-        return PointSample(self.settings.sample, int(torch.randint(2**62, (), generator=self._generator)))
+        return PointSample(self.settings.sample, int(torch.randint(2**62, (), generator=self._generator, device="cpu")))
 
     def _is_active(self) -> bool:
         # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.

@@ -97,9 +97,10 @@ class EmbeddingPenalty(AttachedPenalty):
         matrix = self.matrix
         points = matrix
         if self.settings.rows is not None:
-            row_indices = torch.randperm(len(matrix), generator=self._generator)[: self.settings.rows]
+            row_indices = torch.randperm(len(matrix), generator=self._generator, device="cpu")[: self.settings.rows]
             points = matrix.index_select(0, row_indices.to(matrix.device))
         if self.penalty.weight == 0:
+            self.penalty.last = None
             return torch.zeros((), device=matrix.device)
         loss = self.penalty.combine(self.penalty.summarize([points], Tokens()))
         self._warn_if_no_gradient(loss, f"the {_describe(self.target)} are frozen")
@@ -112,9 +113,11 @@ class EmbeddingPenalty(AttachedPenalty):
 
 
 def _find_matrix(model: Any, target: str) -> Tensor:
-    module = getattr(model, "get_input_embeddings" if target == INPUT_EMBEDDINGS else "get_output_embeddings")()
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor):
+    try:
+        weight = (model.get_input_embeddings() if target == INPUT_EMBEDDINGS else model.get_output_embeddings()).weight
+    except (AttributeError, NotImplementedError):  # models without such a layer have None or raise the latter
+        weight = None
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise UserError(
             f"{type(model).__name__} has no {_describe(target)}, so that target={target} does not fit it; expected "
             f"a language model, or target={INPUT_EMBEDDINGS if target == OUTPUT_EMBEDDINGS else HIDDEN_STATES}"

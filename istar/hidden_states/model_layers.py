@@ -66,10 +66,13 @@ def find_layers(model: nn.Module) -> ModelLayers:
     modules = declared_layers(base_model)
     config: Any = base_model.config
     num_layers = max(int(getattr(config.get_text_config(), "num_hidden_layers", 0)), len(modules))
+    if 0 < len(modules) < num_layers:
+        # Modules compute several layers each, as in ALBERT, or the number is that of an encoder, as in BART's decoder.
+        num_layers = len(run_trial(base_model, model).states) - 1
     if modules or not _reads_text(base_model):
         ends_with_norm = len(modules) > 0 and getattr(config, "tie_last_hidden_states", None) is not False
         return ModelLayers(base_model, tuple(modules), num_layers, ends_with_norm, is_transformers=True)
-    states, last_state, calls = run_trial(base_model, model if is_sharded_module(model) else base_model)
+    states, last_state, calls = run_trial(base_model, model)
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
     ends_with_last = _are_equal(states[-1], last_state)
     for blocks in lists if ends_with_last else ():
@@ -181,7 +184,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
 def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
-    Of nested transformers models, like the decoder inside OPT's model, it returns the innermost.
+    Of nested models, like the decoder inside OPT's, it returns the innermost, unless only the outer one reads text (GIT).
 
     Raises:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.
@@ -190,7 +193,7 @@ def find_base_model(model: nn.Module) -> nn.Module:
     base_model: nn.Module = head_model.base_model
     while True:
         nested_models = [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]
-        if len(nested_models) != 1:
+        if len(nested_models) != 1 or (_reads_text(base_model) and not _reads_text(nested_models[0])):
             break
         base_model = nested_models[0]
     is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)
@@ -236,10 +239,10 @@ class TrialPass(NamedTuple):
 
 
 @torch.no_grad()
-def run_trial(base_model: nn.Module, called_module: nn.Module) -> TrialPass:
+def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
     """Run a base model on a few tokens in eval mode; training modes and random numbers stay unchanged.
 
-    `called_module` is the base model, or the sharded model that contains it and must be called instead.
+    `model` is the base model or contains it. If it is sharded, it is called instead of the base model.
 
     Raises:
         UserError: if the model cannot be called with token ids alone, or does not return one state per token and layer.
@@ -248,7 +251,7 @@ def run_trial(base_model: nn.Module, called_module: nn.Module) -> TrialPass:
     if not _reads_text(base_model) or device.type == "meta":
         raise UserError(f"{name} cannot be tried on token ids; expected a model of text that has weights")
     # The base model's own hooks, such as another penalty's, must not see the trial.
-    call: Any = base_model.forward if called_module is base_model else called_module
+    call: Any = model if model is not base_model and is_sharded_module(model) else base_model.forward
     calls: list[Call] = []
 
     def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -291,7 +294,7 @@ def find_final_norm(base_model: nn.Module, trial: TrialPass) -> nn.Module | None
 def make_trial_ids(base_model: Any) -> Tensor:
     """Return the ids of a few tokens that are not padding."""
     padding_id = getattr(base_model.config.get_text_config(), "pad_token_id", None)
-    return torch.tensor([index for index in range(_TRIAL_TOKENS + 1) if index != padding_id][:_TRIAL_TOKENS])
+    return torch.tensor([id_ for id_ in range(_TRIAL_TOKENS + 1) if id_ != padding_id][:_TRIAL_TOKENS], device="cpu")
 
 
 def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:

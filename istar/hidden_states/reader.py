@@ -9,18 +9,19 @@ output of the final norm is hidden state L, and replaces the output of the last 
 not read. `layers="all"` therefore always selects what `output_hidden_states=True` returns after the embedding output.
 """
 
-import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
+from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names
 from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
 from istar.measures.moments import layers_per_block
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
@@ -50,17 +51,6 @@ class _Pass:
     layers_without_gradients: set[int] = field(default_factory=set)
 
 
-def _call(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return hook(*args, **kwargs)
-
-
-def _load_compiler_option() -> None:
-    """Keep torch.compile out of `_UncompiledHook`, if the compiler is loaded, as by transformers' models."""
-    global _call
-    if "torch._dynamo" in sys.modules and not hasattr(_call, "__wrapped__"):
-        _call = torch.compiler.disable(_call)
-
-
 @dataclass
 class _UncompiledHook:
     """A hook that torch.compile calls without compiling it. It is copied and pickled together with the reader."""
@@ -68,7 +58,15 @@ class _UncompiledHook:
     hook: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call(self.hook, *args, **kwargs)
+        return self.hook(*args, **kwargs)
+
+
+def _load_compiler_option() -> None:
+    """Keep torch.compile out of `_UncompiledHook`, if the compiler is loaded, as by transformers' models."""
+    call: Any = _UncompiledHook.__call__
+    if "torch._dynamo" in sys.modules and not hasattr(call, "__wrapped__"):
+        reason = "an attached penalty of istar reads hidden states outside of the graph: compile with fullgraph=False"
+        _UncompiledHook.__call__ = torch.compiler.disable(call, reason=reason)  # type: ignore[method-assign]
 
 
 class HiddenStateReader:
@@ -82,8 +80,8 @@ class HiddenStateReader:
         is_active: called at the beginning of each pass; returns whether to read it. A new pass drops the summaries of
             the previous one, unless it is not read and runs without gradients.
         modules: modules that return the hidden states of layers 1 to L, as their output or its first element.
-        points: which tokens count. Labels are read from the call of the model with its head.
-        needs_labels: give the labels to `summarize` even if `points` do not need them.
+        points: which tokens count. The mask and whatever else this depends on are read from the call of the base model
+            or, if it lacks them, from the calls of the modules around it, such as its head.
         include_padding: count padding as points, too.
         draw_sample: called at the beginning of each pass that is read; returns the part of its points that counts.
 
@@ -92,6 +90,7 @@ class HiddenStateReader:
         head_model: the module that takes labels: the transformers model with its head, or `base_model`.
         num_selected: number of selected layers.
         num_left_out: number of points of the latest pass that `points.max_norm_ratio` left out.
+        batch: what the next calls may lack, such as a mask that the called module does not take, by argument.
 
     Raises:
         UserError: if the model's hidden states cannot be read. In a forward pass, if the model did not compute its
@@ -101,7 +100,9 @@ class HiddenStateReader:
     # A copy of the model has hooks of an empty reader; see `__getstate__`.
     _is_active: Callable[[], bool] = staticmethod(lambda: False)
     _pass: _Pass | None = None
-    _labels: Tensor | None = None
+    # Arguments of the calls in progress by module, the outermost first, and of the latest pass inside a checkpoint.
+    _calls: Mapping[nn.Module, Arguments] = MappingProxyType({})
+    _checkpointed_calls: Mapping[nn.Module, Arguments] = MappingProxyType({})
 
     def __init__(
         self,
@@ -112,7 +113,6 @@ class HiddenStateReader:
         *,
         modules: Sequence[nn.Module] | None = None,
         points: Points = ALL_POINTS,
-        needs_labels: bool = False,
         include_padding: bool = False,
         draw_sample: Callable[[], PointSample | None] = lambda: None,
     ) -> None:
@@ -124,21 +124,20 @@ class HiddenStateReader:
         self.head_model = find_head_model(model) if modules is None else self.base_model
         self.num_selected = len(self._selected)
         self.num_left_out = 0
+        self.batch: Arguments = {}
         self._points = points
-        self._needs_labels = needs_labels or points.need_labels
         self._include_padding = include_padding
         self._predicts_next = _is_causal_language_model(self.head_model)
         self._summarize = summarize
         self._is_active = is_active
         self._draw_sample = draw_sample
-        self._argument_names = _read_argument_names(self.base_model)
         self._modules_with_layerdrop: list[Any] = [
             module for module in self.base_model.modules() if "layerdrop" in vars(module)
         ]
         self._summaries: list[Any] | None = None
         _load_compiler_option()
         self._handles = [
-            *self._register_label_hooks(model),
+            *self._register_call_hooks(model),
             self.base_model.register_forward_pre_hook(_UncompiledHook(self._begin_pass), with_kwargs=True),
             *(
                 module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
@@ -177,7 +176,7 @@ class HiddenStateReader:
 
     def copied_state(self) -> dict[str, Any]:
         """Return the attributes for the reader of a copied penalty: all but what belongs to a pass."""
-        return {**self.__dict__, "_summaries": None, "_labels": None, "_pass": None}
+        return {**self.__dict__, "_summaries": None, "_pass": None, "_calls": {}, "_checkpointed_calls": {}}
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the changed arguments of the call if hidden states are requested, otherwise None."""
@@ -188,14 +187,11 @@ class HiddenStateReader:
             self._summaries = None
         if not is_active:
             return None
-        arguments = {**dict(zip(self._argument_names, args, strict=False)), **kwargs}
-        mask = None if self._include_padding else _mask_of_states(arguments)
-        position_ids = arguments.get("position_ids")
-        if self._points.are_all:
-            tokens = Tokens(mask, labels=self._labels, position_ids=position_ids)
-        else:
-            input_ids = arguments.get("input_ids")
-            tokens = Tokens(mask, self._points, input_ids, self._labels, position_ids, self._predicts_next)
+        calls = self._list_calls()
+        mask = None if self._include_padding else find_argument(calls, "attention_mask")
+        labels = next((call["labels"] for call in calls if call.get("labels") is not None), None)
+        input_ids, position_ids = find_argument(calls, "input_ids"), find_argument(calls, "position_ids")
+        tokens = Tokens(mask, self._points, input_ids, labels, position_ids, self._predicts_next)
         tokens.sample = self._draw_sample()
         may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
         # With layerdrop, any layer may be the last one that runs. Modules that are not of transformers may be followed
@@ -203,35 +199,32 @@ class HiddenStateReader:
         self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip, may_skip or not self._layers.is_transformers)
         if self._layers.modules:
             return None
-        return args, {**kwargs, "output_hidden_states": True, "return_dict": True}
+        return args[len(read_argument_names(module)) :], {**calls[0], "output_hidden_states": True, "return_dict": True}
 
-    def _register_label_hooks(self, model: nn.Module) -> list[Any]:
-        """Register hooks that store the labels of a call while it runs, if they are needed; return their handles.
+    def _register_call_hooks(self, model: nn.Module) -> list[Any]:
+        """Register hooks that store the arguments of the base model and all modules around it while they run."""
+        handles: list[Any] = []
+        for module in (part for part in model.modules() if self.base_model in part.modules()):
+            begin_call = _UncompiledHook(partial(self._begin_call, read_argument_names(module)))
+            handles.append(module.register_forward_pre_hook(begin_call, with_kwargs=True))
+            handles.append(module.register_forward_hook(_UncompiledHook(self._end_call), always_call=True))
+        return handles
 
-        The hooks are on the model, the head model and all modules in between: PEFT's wrappers call their module's
-        `forward` directly, which skips that module's hooks.
-        """
-        if not self._needs_labels:
-            return []
+    def _begin_call(self, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls = {**self._calls, module: {**dict(zip(names, args, strict=False)), **kwargs}}
 
-        enclosing_modules = [
-            module for module in model.modules() if any(child is self.head_model for child in module.modules())
-        ]
-        return [
-            handle
-            for module in enclosing_modules
-            for handle in (
-                module.register_forward_pre_hook(self._store_labels, with_kwargs=True),
-                module.register_forward_hook(self._clear_labels, always_call=True),
-            )
-        ]
+    def _end_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._calls = {caller: call for caller, call in self._calls.items() if caller is not module}
 
-    def _store_labels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        labels = {**dict(zip(_read_argument_names(module), args, strict=False)), **kwargs}.get("labels")
-        self._labels = self._labels if labels is None else labels
-
-    def _clear_labels(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._labels = None
+    def _list_calls(self) -> list[Arguments]:
+        """Return the arguments of the base model's call, and of the calls around it from the innermost on."""
+        calls = self._calls
+        if _are_saved_tensors_hooked():
+            # A checkpoint repeats its calls in the backward pass, when the calls around it have ended.
+            caller, call = next(iter(calls.items()))
+            is_repeated = [*map(id, call.values())] == [*map(id, self._checkpointed_calls.get(caller, {}).values())]
+            self._checkpointed_calls = calls = {**self._checkpointed_calls, **calls} if is_repeated else calls
+        return [*reversed([*calls.values()]), self.batch]
 
     def _read_layer(
         self, module_index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -340,23 +333,6 @@ def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) ->
                 f"hidden state {layer} was computed without gradients, as inside a reentrant checkpoint of several "
                 "layers: set use_reentrant=False, checkpoint each layer by itself, or choose other layers"
             )
-
-
-def _mask_of_states(arguments: dict[str, Any]) -> Any:
-    """Cached positions, as with prefix tuning, are in the mask but have no hidden states."""
-    mask, inputs = arguments.get("attention_mask"), arguments.get("input_ids")
-    inputs = arguments.get("inputs_embeds") if inputs is None else inputs
-    # transformers 5.24 calls the argument `cache`.
-    has_cache = arguments.get("cache") is not None or arguments.get("past_key_values") is not None
-    if not has_cache or not isinstance(mask, Tensor) or inputs is None:
-        return mask
-    return mask[..., -inputs.shape[1] :]
-
-
-def _read_argument_names(module: nn.Module) -> list[str]:
-    positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters
-    return [name for name, parameter in parameters.items() if parameter.kind in positional_kinds]
 
 
 def _is_causal_language_model(model: nn.Module) -> bool:

@@ -120,7 +120,6 @@ def hidden_state_moments(
         lambda: True,
         modules=modules,
         points=points,
-        needs_labels=penalty.needs_labels,
         include_padding=penalty.include_padding,
     )
     device = next(model.parameters()).device
@@ -191,6 +190,8 @@ def _call_module(module: nn.Module, inputs: Any, reader: HiddenStateReader | Non
     named = inputs if isinstance(inputs, Mapping) else {}
     unnamed = inputs if isinstance(inputs, list) else [] if inputs is named else [inputs]
     fault = "" if reader is None else _find_fault(module, named, unnamed, reader)
+    if reader is not None:
+        reader.batch = named
     if reader is not None and module is reader.base_model:
         ids = unnamed[0] if unnamed else named.get("input_ids")
         # The heads for multiple choice flatten ids of shape (batch, choices, tokens).

@@ -64,7 +64,7 @@ def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"
     """Return the parameter of a model's input or output embeddings, or None."""
     try:
         layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
-    except NotImplementedError:  # transformers raises this for architectures without such a layer
+    except (AttributeError, NotImplementedError):  # of parts like FSMT's encoder, and of models without such a layer
         return None
     return getattr(layer, "weight", None)
 

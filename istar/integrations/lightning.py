@@ -72,6 +72,7 @@ class PenaltyCallback(L.Callback):
         self._detached: AttachedPenalty | None = None
         self._loaded_state: dict[str, Tensor] = {}
         self._has_fitted = False
+        self._loss_was_called, self._no_terms = False, dict[str, float]()
 
     def __getstate__(self) -> dict[str, Any]:
         # `save_hyperparameters` puts the callback into checkpoints, which contain the model already. Lightning sets two
@@ -95,17 +96,19 @@ class PenaltyCallback(L.Callback):
             UserError: if the trainer does not have this callback, or there was no forward pass since the last call.
         """
         if not torch.is_grad_enabled() or (self._attached is None and self.penalty.weight == 0):
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         if self._attached is None:
             raise UserError(
                 "the PenaltyCallback is attached to no model: Trainer(callbacks=[penalty_callback]). Lightning's Tuner "
                 "and its finders run without callbacks: set penalty.weight = 0 for them"
             )
+        self._loss_was_called = True
         return self._attached.loss()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
+        self._loss_was_called, self._no_terms = False, {}
         # A trainer that goes on continues with the penalty's state, and one that resumes with the saved one.
         if self._has_fitted and (_count_steps(trainer, pl_module) == 0 or trainer.ckpt_path is not None):
             self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
@@ -143,10 +146,12 @@ class PenaltyCallback(L.Callback):
             UserError: if `training_step` did not add the penalty to its loss.
         """
         assert self._attached is not None
-        if self.penalty.weight != 0 and self.penalty.last is None:
+        if self.penalty.weight != 0 and not self._loss_was_called:
             raise UserError("training_step did not call loss() of the PenaltyCallback; add it to the task loss")
         # Tensors are logged rather than numbers, so that the host does not wait for the device in each step.
-        terms: dict[str, float | Tensor] = {**self._attached.terms(), **self._attached.progress()}
+        # For a batch without terms, as with lambda 0, Lightning would log the latest ones again.
+        terms: dict[str, float | Tensor] = {**self._no_terms, **self._attached.terms(), **self._attached.progress()}
+        self._no_terms = dict.fromkeys(terms, torch.nan)
         if pl_module.automatic_optimization and outputs and outputs["loss"] is not None:
             # Lightning has divided the loss by the number of micro-batches.
             terms["task_loss"] = outputs["loss"] * trainer.accumulate_grad_batches

@@ -99,7 +99,7 @@ class PenaltyLoss(nn.Module):
             name = type(layers.base_model).__name__
             raise UserError(f"{name} returns no embeddings as its first hidden state; expected on='pooled' for it")
         self.num_layers = len(layer_numbers(layers.num_layers, penalty.layers))
-        self._argument_names = set(inspect.signature(layers.base_model.forward).parameters)
+        self._argument_names = {*inspect.signature(layers.base_model.forward).parameters, "attention_mask"}
         transformers = [module for module in model.modules() if isinstance(module, Transformer)]
         if len(transformers) != 1:
             raise UserError(f"the model has {len(transformers)} transformers; expected 1, or use on='pooled'")

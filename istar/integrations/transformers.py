@@ -170,7 +170,6 @@ class PenaltyMixin(_TrainerBase):
         scale = self._compute_penalty_scale(model, inputs, num_items_in_batch)
         result: Any = super().compute_loss(model, inputs, **kwargs)
         loss, outputs = result if return_outputs else (result, None)
-        self.penalty.last = None
         task_loss, loss = loss / scale, loss + scale * self._attached.loss().to(loss.device)
         self._is_penalized = True
         self._accumulate_terms(self._attached.terms(task_loss))

@@ -334,7 +334,7 @@ class MassiveActivations(Accumulator):
                 "the points are not finite in float32; look for NaN, infinite or too large values in them"
             )
         bin_counts = self.bins.cpu()
-        bin_magnitudes = _from_bfloat16_bits(torch.arange(_NUM_BINS))
+        bin_magnitudes = _from_bfloat16_bits(torch.arange(_NUM_BINS, device="cpu"))
         # For an even number of magnitudes, the median is the lower one of the two in the middle.
         median = float(bin_magnitudes[torch.searchsorted(bin_counts.cumsum(0), (num_coordinates + 1) // 2)])
         threshold = max(self.minimum, self.ratio * median)

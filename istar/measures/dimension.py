@@ -88,7 +88,7 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
     generator = torch.Generator().manual_seed(seed)
     n = len(log_ratios)
     # Random numbers come from the CPU, so that they are equal on all devices.
-    samples = torch.randint(n, (resamples, n), generator=generator).to(log_ratios.device)
+    samples = torch.randint(n, (resamples, n), generator=generator, device="cpu").to(log_ratios.device)
     # The ratios are in ascending order, and so is a sample that repeats each as often as it was drawn.
     counts = torch.zeros_like(samples).scatter_add_(1, samples, torch.ones_like(samples))
     resampled = log_ratios.repeat(resamples).repeat_interleave(counts.flatten(), output_size=counts.numel())

@@ -95,7 +95,8 @@ def project_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum], max_rows: i
     Returns:
         A dictionary with the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
     """
-    row_ids = torch.linspace(0, len(matrix) - 1, min(max_rows, len(matrix)), dtype=torch.float64).round().long()
+    num_rows = min(max_rows, len(matrix))
+    row_ids = torch.linspace(0, len(matrix) - 1, num_rows, dtype=torch.float64, device="cpu").round().long()
     rows = matrix[row_ids.to(matrix.device)].to(accumulation_dtype(matrix.device))
     projection: dict[str, Any] = {"ids": row_ids.tolist()}
     for form, spectrum in spectra.items():

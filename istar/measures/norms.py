@@ -198,10 +198,10 @@ def norm_parameters(norm: nn.Module, dim: int) -> tuple[Tensor, Tensor] | None:
         The gain and the bias, `(dim,)` each, float64 on the CPU. None if the module is not a normalization of vectors
         `(dim,)`: it takes other inputs, or its output depends on their scale.
     """
-    unit = torch.ones(dim, dtype=torch.float64)
+    unit = torch.ones(dim, dtype=torch.float64, device="cpu")
     unit[1::2] = -1
     if dim % 2:
-        unit[-3:] = torch.tensor([1.0, 1.0, -2.0]) / math.sqrt(2)
+        unit[-3:] = unit.new_tensor([1.0, 1.0, -2.0]) / math.sqrt(2)
     # A large power of 2 makes the epsilon of the norm negligible, and products lose no digits.
     inputs = 2.0**12 * torch.stack([unit, -unit])
     try:

@@ -168,10 +168,10 @@ class RowSums(Accumulator):
 
     def __init__(self, groups: int, zero: Tensor) -> None:
         self._has_all_rows = groups * len(zero) * zero.element_size() <= _MAX_INITIAL_BYTES
-        rows = torch.arange(groups) if self._has_all_rows else torch.full((groups,), -1)
+        rows = torch.arange(groups, device=zero.device)
         self.add_state("dim", len(zero), "equal")
         self.add_state("totals", zero.new_zeros(groups if self._has_all_rows else 0, len(zero)), "custom")
-        self.add_state("row_of_group", rows.to(zero.device), "custom")
+        self.add_state("row_of_group", rows if self._has_all_rows else torch.full_like(rows, -1), "custom")
 
     def add(self, groups: Tensor, vectors: Tensor) -> None:
         """Add vectors `(n, d)` to the sums of their groups `(n,)`, int64."""

@@ -71,7 +71,7 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
     values = torch.linalg.svdvals(points - points.mean(0) if centered else points)
     # The bound of rounding errors of an SVD; the last of n centered points never adds a dimension.
     rounding_error = max(points.shape) * torch.finfo(points.dtype).eps * values[0]
-    is_significant = (values > rounding_error) & (torch.arange(len(values)).to(values.device) < len(points) - centered)
+    is_significant = (values > rounding_error) & (torch.ones_like(values).cumsum(0) <= len(points) - centered)
     all_values: Tensor = torch.nn.functional.pad(values * is_significant, (0, points.shape[1] - len(values)))
     return all_values
 
@@ -315,7 +315,7 @@ def alpha_req(variances: Tensor, first: int = 11, last: int = 100, weights: Powe
             f"the fit has ranks {first} to {last}, where the positive variances end; "
             "expected at least two ranks, so choose a smaller first rank"
         )
-    ranks = torch.arange(first, last + 1, dtype=shares.dtype)
+    ranks = torch.arange(first, last + 1, dtype=shares.dtype, device=shares.device)
     log_ranks, log_shares = ranks.log(), shares[first - 1 : last].log()
     rank_weights = ranks.reciprocal() if weights == "inverse_rank" else torch.ones_like(ranks)
     rank_weights = rank_weights / rank_weights.sum()

@@ -35,8 +35,8 @@ class UndefinedCount:
     """
 
     def __init__(self, total: int = 0) -> None:
-        self.total = torch.tensor(total)
-        self._total_on_host = torch.tensor(total)
+        self.total = torch.tensor(total, device="cpu")
+        self._total_on_host = self.total.clone()
         self._has_warned = total > 0
 
     @property
@@ -216,7 +216,7 @@ class Penalty(nn.Module, ABC):
     """Target of the score. With a target, the penalty is the squared deviation of the score from it, and its weight is
     the absolute value of lambda."""
     last: Terms | None = field(default=None, init=False)
-    """Detached terms of the latest penalty, for logs; None before the first one."""
+    """Detached terms of the latest penalty, for logs; None before the first one, and if the latest was skipped."""
     undefined: UndefinedCount = field(default_factory=UndefinedCount, init=False)
     """Number of losses of finite points that have no score."""
     kept_score: Tensor = field(init=False)
@@ -241,8 +241,8 @@ class Penalty(nn.Module, ABC):
         if self.set_point is not None and not isinstance(self.set_point, SetPoint):
             raise OptionError(f"set_point={self.set_point!r}; expected a SetPoint, such as SetPoint(0.3)")
         if self.set_point is not None and self.set_point.is_kept:
-            self.register_buffer("kept_score", torch.tensor(math.nan))
-            self.register_buffer("kept_batches", torch.tensor(0))
+            self.register_buffer("kept_score", torch.tensor(math.nan, device="cpu"))
+            self.register_buffer("kept_batches", torch.tensor(0, device="cpu"))
         elif self.set_point is not None:
             self.set_point.check_range(self.score_range)
 
@@ -308,6 +308,7 @@ class Penalty(nn.Module, ABC):
         """
         selected = select_layers(hidden_states, self.layers)
         if self.weight == 0:
+            self.last = None
             return torch.zeros((), device=selected[0].device)
         tokens = Tokens(None if self.include_padding else attention_mask, labels=labels)
         return self.combine(self.summarize(selected, tokens))
@@ -317,7 +318,7 @@ class Penalty(nn.Module, ABC):
         self.last = None
         self.undefined = UndefinedCount()
         if self.set_point is not None and self.set_point.is_kept:
-            self.kept_score, self.kept_batches = torch.tensor(math.nan), torch.tensor(0)
+            self.kept_score, self.kept_batches = torch.tensor(math.nan, device="cpu"), torch.tensor(0, device="cpu")
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
         """Compute the weighted penalty of the union of summarized layers, as `forward` does."""

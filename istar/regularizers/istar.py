@@ -182,6 +182,6 @@ def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], pref
     check_covariance(saved_covariance, "the saved shrinkage covariance")
     current_covariance = module.shrinkage_covariance
     if current_covariance is None or current_covariance.shape != saved_covariance.shape:
-        device = None if current_covariance is None else current_covariance.device
+        device = "cpu" if current_covariance is None else current_covariance.device
         # A placeholder that passes the check of new values; `load_state_dict` overwrites it.
         module.shrinkage_covariance = torch.eye(len(saved_covariance), dtype=saved_covariance.dtype, device=device)

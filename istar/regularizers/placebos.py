@@ -61,7 +61,7 @@ def random_rotation(d: int, seed: int) -> Tensor:
 
     It is the Q of a QR decomposition of a Gaussian matrix, with the signs that make the diagonal of R positive.
     """
-    gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
     q, r = torch.linalg.qr(gaussian)
     rotation: Tensor = q * r.diagonal().sign()
     return rotation

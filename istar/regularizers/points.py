@@ -90,7 +90,7 @@ class PointSample:
         num_points = num_rows if indices is None else len(indices)
         size = max(round(self.fraction * num_points), min(num_points, 1))
         # On the CPU, so that the sample does not depend on the device.
-        chosen = torch.randperm(num_points, generator=torch.Generator().manual_seed(self.seed))[:size]
+        chosen = torch.randperm(num_points, generator=torch.Generator().manual_seed(self.seed), device="cpu")[:size]
         chosen = chosen.sort().values.to(device)
         return chosen if indices is None else indices[chosen]
 
@@ -348,7 +348,7 @@ class Tokens:
                 f"the attention mask is a {type(mask).__name__}; expected a tensor of shape {shape[:-1]}, 1 for each "
                 "token that counts"
             )
-        if mask is not None and not _mask_fits(mask, shape):
+        if mask is not None and not mask_fits(mask, shape):
             raise UserError(
                 f"the attention mask has shape {tuple(mask.shape)} and the hidden states have shape {shape}; "
                 f"expected a mask of shape {shape[:-1]}, 1 for each token that counts, or (batch, 1, tokens, tokens)"
@@ -395,7 +395,7 @@ def document_starts(is_token: Tensor, attention_mask: Tensor | None, position_id
     """
     starts = torch.zeros_like(is_token)
     starts[:, 0] = True
-    if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == is_token.shape[1]:
+    if position_ids is not None and tuple(position_ids.shape) in (tuple(is_token.shape), (1, is_token.shape[1])):
         starts[:, 1:] |= position_ids[:, 1:] <= position_ids[:, :-1]
     if attention_mask is not None and attention_mask.dim() == 4:
         starts[:, 1:] |= ~_may_attend(attention_mask.diagonal(offset=-1, dim1=-2, dim2=-1))
@@ -447,7 +447,8 @@ def _may_attend(mask: Tensor) -> Tensor:
     return (mask == 0 if mask.is_floating_point() else mask != 0).any(1)
 
 
-def _mask_fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
+def mask_fits(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    """Return whether an attention mask, see `Tokens`, fits hidden states of a shape `(..., d)`."""
     if mask.dim() != 4:
         return tuple(mask.shape) == shape[:-1]
     return len(shape) == 3 and (mask.shape[0], *mask.shape[2:]) == (shape[0], shape[1], shape[1])

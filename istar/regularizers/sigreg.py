@@ -58,7 +58,7 @@ class SigReg(Penalty):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, "directions", self.directions)
-        self.register_buffer("draws", torch.tensor(0))
+        self.register_buffer("draws", torch.tensor(0, device="cpu"))
 
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return sums over the points as a flat tensor: of cosines, of sines, and the number of points.
@@ -101,10 +101,10 @@ def random_directions(dim: int, num_directions: int, seed: int, draw: int) -> Te
     """
     # The large factor keeps pairs of seed and draw from giving the same generator.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + draw) % 2**63)
-    directions = torch.randn(dim, num_directions, generator=generator, dtype=torch.float64)
+    directions = torch.randn(dim, num_directions, generator=generator, dtype=torch.float64, device="cpu")
     return torch.nn.functional.normalize(directions, dim=0)
 
 
 def _compute_nonnegative_nodes() -> Tensor:
     """Return the non-negative nodes of the trapezoidal rule, float64. They suffice, because the integrand is even."""
-    return torch.linspace(-BOUND, BOUND, NUM_NODES, dtype=torch.float64)[NUM_NODES // 2 :]
+    return torch.linspace(-BOUND, BOUND, NUM_NODES, dtype=torch.float64, device="cpu")[NUM_NODES // 2 :]

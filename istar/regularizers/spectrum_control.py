@@ -63,7 +63,7 @@ class Spectrum(MomentsPenalty):
         trace = second_moment.trace()
         has_spectrum = second_moment.isfinite().all() & (trace > 0)
         # An eigendecomposition of NaN raises an error. Decompose the identity instead, and return NaN below.
-        second_moment = torch.where(has_spectrum, second_moment / trace, torch.eye(moments.dim).to(second_moment))
+        second_moment = torch.where(has_spectrum, second_moment / trace, torch.ones_like(moments.mean).diag())
         eigenvalues = torch.linalg.eigvalsh(second_moment).flip(0)
         relative_eigenvalues = eigenvalues / eigenvalues[0]
         # Smaller eigenvalues are rounding errors of a matrix without full rank; a root lacks a gradient at 0.
@@ -80,7 +80,7 @@ def prior_singular_values(d: int, decay: str, rate: float) -> Tensor:
 
     `decay` and `rate` are as in `Spectrum`.
     """
-    ranks_from_0 = torch.arange(d, dtype=torch.float64)
+    ranks_from_0 = torch.arange(d, dtype=torch.float64, device="cpu")
     if decay == "polynomial":
         return (ranks_from_0 + 1) ** -rate
     return torch.exp(-rate * ranks_from_0 / max(d - 1, 1))

@@ -86,6 +86,9 @@ CASES: dict[str, Case] = {
     "esm": Case({**SHAPE, "pad_token_id": 1, "mask_token_id": 3, "position_embedding_type": "absolute"},
                 "encoder.layer", "encoder.emb_layer_norm_after"),
     "fnet": bert(),
+    # Its only nested model reads images.
+    "git": bert(vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                               "intermediate_size": 24, "image_size": 8, "patch_size": 4}),
     "ibert": bert(pad_token_id=1, quant_mode=False),
     "longformer": Case({**SHAPE, "pad_token_id": 1, "attention_window": 4}, "encoder.layer",
                        layout=lambda states: states[:, :7]),
@@ -180,7 +183,8 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 # Others have the blocks and norms of one of these. They are read in the slow tests.
 UNLIKE = {
-    "albert", "bamba", "bart", "bert", "bloom", "deberta-v2", "distilbert", "esm", "falcon", "fnet", "gemma", "gpt2",
+    "albert", "bamba", "bart", "bert", "bloom", "deberta-v2", "distilbert", "esm", "falcon", "fnet", "gemma", "git",
+    "gpt2",
     "gpt_oss", "led", "llama", "longformer", "mamba", "mbart", "megatron-bert", "mobilebert", "modernbert", "mpt",
     "nemotron", "olmo", "openai-gpt", "opt", "recurrent_gemma", "roberta", "roberta-prelayernorm", "rwkv",
     "squeezebert", "t5", "xlm", "xlnet",

@@ -46,6 +46,16 @@ def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:
     return result
 
 
+def test_a_layer_is_on_the_device_of_its_origin_whatever_the_default_device_is() -> None:
+    batch, settings = make_text(), LayerSettings("all", GROUPS)
+    expected = make_layer(batch, settings=settings)
+    with torch.device("meta"):
+        layer = make_layer(batch, settings=settings)
+        replicates = layer.compute_replicates()
+    assert replicates == expected.compute_replicates()
+    torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
+
+
 def split_batch(batch: Any, index: int) -> tuple[Any, Any]:
     """Split the tokens of a batch at an index; return the tokens before it and those from it on."""
     return tuple(values[:index] for values in batch), tuple(values[index:] for values in batch)

@@ -18,7 +18,7 @@ from istar.geometry.collect.similarity import compute_mean_states
 from istar.inputs import tiny
 from istar.inputs.corpus import Source
 from istar.inputs.new_tokenizer import train_tokenizer
-from tests.geometry.test_architecture_matrix import CASES, SHAPE
+from tests.geometry.test_architecture_matrix import CASES, EXPERTS, SEQ2SEQ, SHAPE
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 
@@ -108,6 +108,11 @@ def test_the_encoder_of_an_encoder_decoder_is_measured_and_a_line_says_so(
     ("name", "settings", "line"),
     [
         ("clip", {"text_config": SHAPE, "vision_config": VISION}, "is a CLIPModel, which has no embeddings of tokens"),
+        (
+            "fsmt",
+            {**SEQ2SEQ, "src_vocab_size": 120, "tgt_vocab_size": 120},
+            "is a FSMTEncoder, which has no embeddings of tokens",
+        ),
         ("funnel", {"block_sizes": [1], "block_repeats": [1]}, ""),
         ("reformer", {}, "ReformerModel returns hidden states of"),
     ],
@@ -124,6 +129,20 @@ def test_models_that_cannot_be_measured_are_refused_in_one_line(
 def test_i_bert_is_measured(tmp_path: Path) -> None:
     save(tmp_path, "ibert")
     assert list(measure(tmp_path).sources["text"]) == ["embeddings", "layer_1", "layer_2", "layer_3"]
+
+
+def test_a_head_that_names_its_base_model_wrongly_is_measured_without_the_head(tmp_path: Path) -> None:
+    """The base model of `Llama4ForCausalLM` is its `model`, but its `base_model_prefix` is `language_model`."""
+    model = save(tmp_path, "llama4_text", AutoModelForCausalLM, **EXPERTS, intermediate_size_mlp=24)
+    measured = measure(tmp_path)
+    assert list(measured.sources["text"]) == ["embeddings", "layer_1", "layer_2", "layer_3", "final_norm"]
+    tokenizer, norms = tiny.make_tokenizer(["the", "cat"]), []
+    for text in TEXTS:
+        with torch.no_grad():
+            states = model.model(**tokenizer(text, return_tensors="pt", return_token_type_ids=False))[0]
+        norms.append(states[0, 1:-1].double().norm(dim=1))  # without special tokens
+    expected = pytest.approx(torch.cat(norms).mean().item(), rel=1e-6)
+    assert measured.sources["text"]["final_norm"]["average_norm"] == expected
 
 
 # Adapters -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The Lightning callback: gradients against the formula over micro-batches and processes, refreshes and logs."""
 
 import copy
+import csv
 import io
 import os
 import random
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+import transformers as hf
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -24,6 +27,8 @@ import istar
 from istar.integrations.lightning import PenaltyCallback
 from tests.integrations.naive import (
     CLOSE,
+    SHAPE,
+    SPECIAL_IDS,
     WEIGHT,
     ZETA,
     collate,
@@ -625,6 +630,30 @@ def test_any_module_can_be_penalized_by_naming_its_layers():
     make_trainer(callback, max_steps=1).fit(Tower(callback), DataLoader(torch.randn(12, 5), 12))  # type: ignore[arg-type]
     assert callback.penalty.last.points == 24
     assert callback.penalty.shrinkage_covariance.shape == (7, 7)
+
+
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_a_batch_without_a_penalty_does_not_log_that_of_the_batch_before(tmp_path: Path, is_skipped: bool) -> None:
+    """Layerdrop skips all layers, or lambda is 0."""
+    config = {**SHAPE, **SPECIAL_IDS, "ffn_dim": 16, "word_embed_proj_dim": 12}
+    model: Any = hf.OPTForSequenceClassification(hf.OPTConfig(**config)).train()
+
+    class Skipping(Classifier):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            if is_skipped:
+                self.model.model.decoder.layerdrop = 1.0 - batch_idx % 2
+            else:
+                callback.penalty.weight = float(batch_idx % 2)
+            return super().training_step(batch, batch_idx)
+
+    callback, logger = make_callback(zeta=0.0), CSVLogger(tmp_path)
+    rows = make_loader(make_examples("classification", 6))
+    make_trainer(callback, max_epochs=1, logger=logger).fit(Skipping(model, callback), rows)
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        logged = list(csv.DictReader(file))
+    for name in ("penalty", "isoscore", "points"):
+        assert [row[f"train/{name}"] in ("", "nan") for row in logged] == [True, False, True], name
+    assert all(float(row["train/task_loss"]) > 0 for row in logged)
 
 
 def test_mistakes_are_refused_in_one_line():

@@ -31,7 +31,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 import istar
 from istar.errors import UserError
 from istar.integrations.sentence_transformers import PenaltyLoss, PenaltyLossCallback
-from tests.integrations.naive import BERT, CLOSE, WEIGHT, ZETA, compute_gradients, compute_penalty
+from tests.integrations.naive import BERT, CLOSE, SHAPE, WEIGHT, ZETA, compute_gradients, compute_penalty
 from tests.oracles import algorithm_1, stack
 
 WORDS = list("abcdefghijklmnopqrstuvwxyz")
@@ -520,6 +520,16 @@ def test_a_real_encoder_is_penalized_on_tokens_and_on_embeddings(minilm):
         sum(components.values()).backward()
         assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "pooler" not in name)
         model.zero_grad()
+
+
+def test_sigma_s_is_computed_without_padding_if_the_model_has_no_argument_for_a_mask(tmp_path: Path) -> None:
+    hf.FNetModel(hf.FNetConfig(**SHAPE)).save_pretrained(tmp_path)
+    hf.BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(tmp_path)
+    model = make_encoder(tmp_path)
+    loss = PenaltyLoss(model, losses.MultipleNegativesRankingLoss(model), istar.IStar(-1.0))
+    columns = [model.preprocess([word, " ".join(WORDS[:4])]) for word in WORDS[:2]]
+    batch = {f"{index}_{key}": value for index, column in enumerate(columns) for key, value in column.items()}
+    assert loss.refresh([batch]) == 2 * sum(int(column["attention_mask"].sum()) for column in columns)
 
 
 def test_the_model_card_has_the_settings_and_the_paper(bert_folder: Path) -> None:

@@ -84,8 +84,8 @@ MUTATIONS = [
     Mutation(
         "The attention mask of a training pass does not reach the penalty.",
         "istar/hidden_states/reader.py",
-        "tokens = Tokens(mask, labels=self._labels, position_ids=position_ids)",
-        "tokens = Tokens(None, labels=self._labels, position_ids=position_ids)",
+        "tokens = Tokens(mask, self._points, input_ids",
+        "tokens = Tokens(None, self._points, input_ids",
         "tests/regularizers/test_attach.py::test_a_positional_mask_is_the_mask",
     ),
     Mutation(
@@ -126,16 +126,30 @@ MUTATIONS = [
     Mutation(
         "Sigma_S is computed from all tokens, whatever the points of the penalty.",
         "istar/hidden_states/shrinkage.py",
-        "points=points,\n        needs_labels",
-        "needs_labels",
+        "points=points,\n        include_padding",
+        "include_padding",
         "tests/regularizers/test_tokens_chosen.py::test_sigma_s_is_computed_from_the_same_points",
     ),
     Mutation(
-        "Labels of a call stay for the next one.",
+        "A mask that a head does not pass on is lost.",
         "istar/hidden_states/reader.py",
-        "        self._labels = None\n\n    def _read_layer",
-        "        pass\n\n    def _read_layer",
-        "tests/regularizers/test_tokens_chosen.py::test_labels_of_one_call_are_not_those_of_the_next",
+        "return [*reversed([*calls.values()]), self.batch]",
+        "return [*reversed(calls.values())][:1]",
+        "tests/regularizers/test_call_arguments.py",
+    ),
+    Mutation(
+        "The mask for queries is taken for the documents.",
+        "istar/hidden_states/call_arguments.py",
+        'if value is None or not _have_equal_ids(call.get("input_ids"), own_ids):',
+        "if value is None:",
+        "tests/regularizers/test_call_arguments.py",
+    ),
+    Mutation(
+        "The arguments of a call stay for the next one.",
+        "istar/hidden_states/reader.py",
+        "for caller, call in self._calls.items() if caller is not module}",
+        "for caller, call in self._calls.items()}",
+        "tests/regularizers/test_call_arguments.py",
     ),
     Mutation(
         "A penalty on an embedding matrix is summed over processes.",
@@ -189,8 +203,8 @@ MUTATIONS = [
     Mutation(
         "The documents of a padding-free batch are one sentence.",
         "istar/hidden_states/reader.py",
-        "Tokens(mask, labels=self._labels, position_ids=position_ids)",
-        "Tokens(mask, labels=self._labels)",
+        "labels, position_ids, self._predicts_next)",
+        "labels, None, self._predicts_next)",
         "tests/regularizers/test_by_sentence.py::test_positions_of_a_call_divide_a_padding_free_batch",
     ),
     Mutation(

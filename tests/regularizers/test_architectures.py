@@ -209,12 +209,19 @@ def test_layerdrop_does_not_shift_the_numbers_of_layers():
 
 
 def test_a_pass_whose_layers_are_all_skipped_has_no_penalty():
-    model, inputs = build_layerdrop_model(1.0), make_batch("opt", "LM")
-    with attach(model, IStar(1.0, zeta=0)) as watch:
+    model, inputs, penalty = build_layerdrop_model(0.0), make_batch("opt", "LM"), IStar(1.0, zeta=0)
+    with attach(model, penalty) as watch:
+        model(**inputs)
+        assert watch.loss() != 0
+        assert watch.terms().keys() == {"penalty", "isoscore", "points"}
+        model.get_decoder().layerdrop = 1.0
         model(**inputs)
         loss = watch.loss()
     assert loss == 0
     assert not loss.requires_grad
+    # The terms of the pass before are not logged again.
+    assert penalty.last is None
+    assert watch.terms(loss).keys() == {"task_loss"}
 
 
 @pytest.mark.parametrize("tokens", [5, 8])

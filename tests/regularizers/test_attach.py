@@ -248,7 +248,7 @@ def test_gradient_checkpointing_counts_each_state_once(make_model, layers, use_r
 def test_encoder_decoders_are_refused_and_each_stack_can_be_attached_to(name):
     sizes = {
         "T5": {"d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2},
-        "Bart": {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+        "Bart": {"d_model": WIDTH, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 2,
                  "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
     }[name]  # fmt: skip
     torch.manual_seed(0)
@@ -270,6 +270,7 @@ def test_encoder_decoders_are_refused_and_each_stack_can_be_attached_to(name):
     assert_close(gradients(model, loss), expected, **CLOSE)
     decoder = model.get_decoder()
     states = seeded_pass(decoder, {"input_ids": IDS}, 1, output_hidden_states=True).hidden_states[1:]
+    assert len(states) != len(outputs.encoder_hidden_states[1:])
     assert_equal(received(decoder, {"input_ids": IDS}, "all", 1), states)
 
 

@@ -42,6 +42,16 @@ def test_the_encoder_stays_one_graph(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # those of the compiler
+def test_a_model_that_must_be_one_graph_says_what_to_do() -> None:
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 50}
+    model = BertForSequenceClassification(BertConfig(num_hidden_layers=1, **sizes))
+    with istar.attach(model, istar.CosReg(1.0)):
+        message = "penalty of istar reads hidden states outside of the graph: compile with fullgraph=False"
+        with pytest.raises(RuntimeError, match=message):
+            torch.compile(model, fullgraph=True, backend="eager")(input_ids=torch.ones(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
 @pytest.mark.parametrize("penalty", [istar.CosReg(1.0), istar.SimCtg(1.0), istar.IStar(1.0, zeta=0)])
 def test_a_compiled_penalty_has_the_values_and_gradients_of_the_eager_one(penalty: istar.Penalty) -> None:
     torch.manual_seed(0)

@@ -151,7 +151,9 @@ def test_the_mean_over_samples_of_rows_is_the_penalty_of_pairs():
 
 
 def test_weight_0_is_skipped_and_nothing_is_refreshed():
-    watch = embedding_penalty(llama(), CosReg(0.0), OUTPUT)
+    watch = embedding_penalty(llama(), CosReg(1.0), OUTPUT)
+    watch.loss()
+    watch.penalty.weight = 0.0
     assert watch.loss() == 0
     assert watch.penalty.last is None
     assert watch.refresh([]) == 0
@@ -183,6 +185,11 @@ def test_hidden_states_are_the_default_target():
                 hidden_size=8, num_hidden_layers=1, num_attention_heads=2)), CosReg(1.0), OUTPUT),
             "BertForSequenceClassification has no output embeddings.*expected a language model, or target=input_emb",
         ),
+        (
+            lambda: embedding_penalty(hf.CanineModel(hf.CanineConfig(
+                hidden_size=8, num_hidden_layers=1, num_attention_heads=2)), CosReg(1.0), INPUT),
+            "CanineModel has no input embeddings.*expected a language model, or target=hidden_states",
+        ),
         (lambda: embedding_penalty(llama(), IStar(1.0, 0.4), OUTPUT), "has no shrinkage covariance.*IStar with zeta=0"),
         (lambda: embedding_penalty(llama(), CosReg(1.0), OUTPUT, rows=1), "rows=1 is too small"),
         (lambda: embedding_penalty(llama(), CosReg(1.0), OUTPUT, rows=41), "rows=41; expected 2 to 40"),
@@ -190,7 +197,7 @@ def test_hidden_states_are_the_default_target():
         (lambda: PenaltySettings(rows=3), "rows=3 needs target=input_embeddings or"),
         (lambda: PenaltySettings(Points("last"), OUTPUT), "target=output_embeddings has rows"),
     ],
-    ids=range(9),
+    ids=range(10),
 )  # fmt: skip
 def test_what_has_no_embedding_matrix_is_refused_in_one_line(call: Any, message: str):
     with pytest.raises(UserError, match=message) as error:

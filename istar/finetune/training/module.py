@@ -328,9 +328,10 @@ def token_mask(batch: Batch) -> Tensor:
 
 def _average_metrics(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the mean of each metric over a step's micro-batches and all processes; the first metric is the loss."""
-    names = list(micro_batches[0])
-    values = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in micro_batches])
-    # If the loss is finite, NaN is the score of a micro-batch without one, and the mean is over the others.
+    names = list(dict.fromkeys(name for metrics in micro_batches for name in metrics))
+    nan = micro_batches[0][names[0]].new_tensor(torch.nan)
+    values = torch.stack([torch.stack([row.get(name, nan).double() for name in names]) for row in micro_batches])
+    # If the loss is finite, NaN is the value of a micro-batch without one, and the mean is over the others.
     has_value = ~(values.isnan() & values[:, :1].isfinite())
     sums, counts = sum_over_processes(torch.stack([torch.where(has_value, values, 0).sum(0), has_value.sum(0)]))
     return dict(zip(names, (sums / counts).unbind(), strict=True))

@@ -140,7 +140,7 @@ class GroupedMoments(Accumulator):
         """
         total = self._sum_groups(range(self._num_groups))
         block_length = max(1, block_size(self.origin.device) // (2 * len(self.origin) ** 2))
-        for block in torch.arange(self._num_groups).split(block_length):
+        for block in torch.arange(self._num_groups, device="cpu").split(block_length):
             sums_by_group = [self._sum_groups(range(group, group + 1)) for group in block.tolist()]
             columns = zip(total, zip(*sums_by_group, strict=True), strict=True)
             yield [sums - torch.stack(group_sums) for sums, group_sums in columns]

@@ -111,7 +111,7 @@ class BlockReader:
         inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
         is_included = inputs["attention_mask"].bool()
         if not self._has_special_tokens:
-            is_text = ~torch.tensor(list(chain.from_iterable(block.is_special for block in blocks)))
+            is_text = ~torch.tensor(list(chain.from_iterable(block.is_special for block in blocks)), device="cpu")
             is_included = is_included.masked_scatter(is_included, is_text)
         return inputs, is_included
 
@@ -132,8 +132,8 @@ class BlockReader:
                 states = self.taps(device_inputs)
                 self.forward_seconds += self._read_synchronized_time() - start
                 # The states of all other tokens share a last row, which is left out of the result.
-                all_rows = torch.full(mask.shape, num_tokens).masked_scatter_(mask, batch_rows).flatten()
-                all_rows = all_rows.to(self._device)
+                all_rows = torch.full_like(mask, num_tokens, dtype=torch.int64).masked_scatter_(mask, batch_rows)
+                all_rows = all_rows.flatten().to(self._device)
                 for tap, tap_states in states.items():
                     if tap not in points:
                         points[tap] = tap_states.new_empty(num_tokens + 1, tap_states.shape[-1])

@@ -48,7 +48,7 @@ MeasureSet = Literal["basic", "all"]
 """Which measures to compute: `basic` leaves out the slowest, see `LayerSettings`."""
 _FLOAT32_RANGE = (1e-5, 1e8)
 """Norms and deviations of dimensions in this range have fourth powers within float32's range and precision."""
-_NORM_EDGES = torch.logspace(-2, 4, 241).tolist()
+_NORM_EDGES = torch.logspace(-2, 4, 241, device="cpu").tolist()
 """Edges of the bins of the histogram of norms."""
 _MIN_FITTED_RANKS = 10
 """Smallest number of ranks that the power law of alpha-ReQ is fitted to. Any line fits few ranks."""

@@ -50,12 +50,12 @@ class Sample(Accumulator):
 
     def __init__(self, devices: Mapping[str, torch.device], size: int, seed: int) -> None:
         self.size, self.seed, self._devices = size, seed, devices
-        self.add_state("random_numbers", torch.empty(0, dtype=torch.float64), "custom")
-        self.add_state("types", torch.empty(0, dtype=torch.int64), "custom")
+        self.add_state("random_numbers", torch.empty(0, dtype=torch.float64, device="cpu"), "custom")
+        self.add_state("types", torch.empty(0, dtype=torch.int64, device="cpu"), "custom")
         # Hidden states `(size, d)` by tap, in any order, and each sampled token's row in them. A token that joins the
         # sample can take the row of one that leaves it.
-        self.add_state("states", {tap: torch.empty(0) for tap in devices}, "custom")
-        self.add_state("rows", torch.empty(0, dtype=torch.int64), "custom")
+        self.add_state("states", {tap: torch.empty(0, device="cpu") for tap in devices}, "custom")
+        self.add_state("rows", torch.empty(0, dtype=torch.int64, device="cpu"), "custom")
 
     def get_points(self, tap: str) -> Tensor:
         """Return the hidden states of the sampled tokens at a tap, `(n, d)`, by ascending random number."""
@@ -137,7 +137,7 @@ class Sample(Accumulator):
         self.random_numbers, self.types = random_numbers[kept_indices], types[kept_indices]
         self.rows = torch.cat([self.rows, no_rows])[kept_indices]
         is_new = self.rows < 0
-        is_free = torch.ones(self.size, dtype=torch.bool).index_fill_(0, self.rows[~is_new], False)
+        is_free = torch.ones(self.size, dtype=torch.bool, device="cpu").index_fill_(0, self.rows[~is_new], False)
         new_rows = is_free.nonzero().squeeze(1)[: int(is_new.sum())]
         self.rows[is_new] = new_rows
         state_rows = rows[kept_indices[is_new] - num_previous]

@@ -111,9 +111,9 @@ def compute_mean_states(
 
 def _make_averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
     """Return weights `(blocks, width)` that average over the tokens of each block, without special tokens."""
-    mask = torch.zeros(len(blocks), width)
+    mask = torch.zeros(len(blocks), width, device="cpu")
     for index, block in enumerate(blocks):
-        mask[index, : len(block.tokens)] = 1 - torch.tensor(block.is_special).float()
+        mask[index, : len(block.tokens)] = 1 - torch.tensor(block.is_special, device="cpu").float()
     return mask / mask.sum(1, keepdim=True)
 
 

@@ -254,9 +254,9 @@ class Stream:
         )
         positions = torch.cat([mask.nonzero()[:, 1] for mask in masks])
         num_tokens = torch.cat([mask.sum(1) for mask in masks])
-        groups = torch.tensor([block.document_index % num_groups for block in blocks])
+        groups = torch.tensor([block.document_index % num_groups for block in blocks], device="cpu")
         # The pieces of a document may be in different batches and are not independent, so only the first one counts.
-        sentences = torch.tensor([-1 if block.piece_index else number for number, block in enumerate(blocks)])
+        sentences = groups.new_tensor([-1 if block.piece_index else number for number, block in enumerate(blocks)])
         token_groups, token_sentences = (values.repeat_interleave(num_tokens) for values in (groups, sentences))
         tokens_by_device = {
             device: TokenBatch.of(token_ids, positions, token_groups, token_sentences, num_groups, device)
@@ -276,14 +276,14 @@ class Stream:
 
         Accumulators to merge need the same origin, so it must not depend on batches and processes.
         """
-        num_tokens, sum_by_tap = 0, dict.fromkeys(self.taps.names, torch.zeros(()))
+        num_tokens, sum_by_tap = 0, dict.fromkeys(self.taps.names, torch.zeros((), device="cpu"))
         for source in sources:
             first_blocks = itertools.islice(self._read_limited_blocks(source, Reading()), ORIGIN_BLOCKS)
             for blocks in self._split_into_batches(first_blocks, lambda block: len(block.tokens)):
                 inputs, is_included = self._reader.make_inputs(blocks)
-                num_batch_tokens = int(is_included.sum())
-                states = self._reader.compute_states([inputs], [is_included], torch.arange(num_batch_tokens))
-                num_tokens += num_batch_tokens
+                rows = torch.arange(int(is_included.sum()), device="cpu")
+                states = self._reader.compute_states([inputs], [is_included], rows)
+                num_tokens += len(rows)
                 for tap, tap_states in states.items():
                     sum_by_tap[tap] = sum_by_tap[tap] + tap_states.cpu().sum(0, dtype=torch.float64)
         origins = {tap: tap_sum / max(num_tokens, 1) for tap, tap_sum in sum_by_tap.items()}

@@ -31,7 +31,7 @@ class Sentences:
         _, sentence_of_row, lengths = numbers.unique_consecutive(return_inverse=True, return_counts=True)
         first_rows = lengths.cumsum(0) - lengths
         longest = int(lengths.max())
-        row_in_sentence = torch.arange(len(numbers)) - first_rows[sentence_of_row]
+        row_in_sentence = torch.arange(len(numbers), device=numbers.device) - first_rows[sentence_of_row]
         occurring_groups, num_sentences = groups[first_rows].unique_consecutive(return_counts=True)
         return cls(
             rows=RowsByGroup.of(sentence_of_row).to(device),

@@ -234,6 +234,24 @@ def test_logged_figures_are_means_over_the_micro_batches_of_a_step(setting, harn
     assert [metrics["train/points"] for metrics in logged] == pytest.approx(points)
 
 
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_a_micro_batch_whose_layers_are_all_skipped_is_not_in_the_mean_of_the_penalty(setting, harness, skipped):
+    module, steps = setting.module(IStar(-1.0, 0.0)), []
+    terms = module.penalty.terms
+
+    def leave_out(task_loss):
+        steps.append(terms(task_loss))
+        return {"task_loss": task_loss.detach()} if len(steps) - 1 == skipped else steps[-1]
+
+    module.penalty.terms = leave_out
+    harness.trainer(limit_train_batches=3, accumulate_grad_batches=3, log_every_n_steps=1).fit(
+        module, datamodule=setting.data()
+    )
+    for name in ("task_loss", "penalty", "isoscore"):
+        values = [float(step[name]) for number, step in enumerate(steps) if name == "task_loss" or number != skipped]
+        assert module.step_metrics[f"train/{name}"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+
+
 def test_the_validation_loss_is_the_mean_over_all_examples(setting, harness):
     """The batches have 16, 16 and 8 examples, so that a mean over batches would differ."""
     module = setting.module()

@@ -1,0 +1,53 @@
+"""The arguments of nested calls, as of a head and its base model, that decide which tokens are points."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from istar.regularizers.points import mask_fits
+
+Arguments = Mapping[str, Any]  # of a call, by name
+
+
+def read_argument_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's positional arguments, for wrappers of torch and PEFT those of their module."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters
+    names = [name for name, parameter in parameters.items() if parameter.kind in kinds]
+    children = list(module.children())
+    is_wrapper = type(module).__module__.startswith(("torch.", "peft.")) and not names and len(children) == 1
+    return read_argument_names(children[0]) if is_wrapper else names
+
+
+def find_argument(calls: Sequence[Arguments], name: str) -> Any:
+    """Return an argument `(batch, tokens)`, such as the mask, from the first of the calls where it fits the input.
+
+    The first call is the base model's, and the others are those around it. A call for other token ids does not count,
+    as in a module that calls the model for queries and for documents. If the argument fits in no call, the first is
+    returned, or None.
+    """
+    own_ids = calls[0].get("input_ids")
+    inputs = calls[0].get("inputs_embeds") if own_ids is None else own_ids
+    # transformers 5.24 calls the argument `cache`.
+    has_cache = any(call.get(cache) is not None for call in calls for cache in ("cache", "past_key_values"))
+    innermost = None
+    for call in calls:
+        value = call.get(name)
+        if value is None or not _have_equal_ids(call.get("input_ids"), own_ids):
+            continue
+        if isinstance(value, Tensor) and isinstance(inputs, Tensor):
+            # Cached positions, as with prefix tuning, have no states. Heads for multiple choice flatten their inputs.
+            value = value[..., -inputs.shape[1] :] if has_cache else value
+            flat_value = value.flatten(0, 1) if value.dim() == 3 else value
+            if mask_fits(flat_value, (*inputs.shape[:2], 0)):
+                return flat_value
+        innermost = value if innermost is None else innermost
+    return innermost
+
+
+def _have_equal_ids(ids: Any, other_ids: Any) -> bool:
+    if ids is other_ids or not (isinstance(ids, Tensor) and isinstance(other_ids, Tensor)):
+        return True
+    return ids.numel() == other_ids.numel() and bool((ids.flatten().to(other_ids.device) == other_ids.flatten()).all())
