@@ -184,13 +184,17 @@ def find_head_model(model: nn.Module) -> nn.Module:
 def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
-    Of nested models, like the decoder inside OPT's, it returns the innermost, unless only the outer one reads text (GIT).
+    Of nested models, like the decoder inside OPT's, it returns the innermost, unless only the outer one reads text, as
+    in GIT.
 
     Raises:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.
     """
     head_model: Any = find_head_model(model)
     base_model: nn.Module = head_model.base_model
+    has_head = head_model.get_output_embeddings() is not None
+    if base_model is head_model and has_head and not head_model.config.is_encoder_decoder:
+        base_model = head_model.get_decoder()  # classes of Llama4 have another name for it than they declare
     while True:
         nested_models = [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]
         if len(nested_models) != 1 or (_reads_text(base_model) and not _reads_text(nested_models[0])):

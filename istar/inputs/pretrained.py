@@ -353,10 +353,15 @@ def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | No
 def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
     """Check that tokenizer and model fit together, and that the model's outputs are finite."""
     embedding = get_embedding_weight(model, "input")
+    other_inputs = " and ".join(sorted(_OTHER_INPUTS.intersection(inspect.signature(model.forward).parameters)))
+    refusal = (
+        f"{label} cannot process text alone: a {type(model).__name__} reads {other_inputs}; choose a model of text"
+    )
     if embedding is None or model.main_input_name != "input_ids":
-        raise UserError(
+        no_embeddings = (
             f"{label} is a {type(model).__name__}, which has no embeddings of tokens; choose a model of text"
         )
+        raise UserError(refusal if other_inputs else no_embeddings)
     num_embeddings, num_tokens = len(embedding), max(tokenizer.get_vocab().values()) + 1
     if num_tokens > num_embeddings:
         raise UserError(
@@ -367,15 +372,8 @@ def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, i
         with torch.no_grad():
             outputs = model(**inputs)[0]
     except Exception as error:  # the types depend on the architecture
-        other_inputs = sorted(_OTHER_INPUTS.intersection(inspect.signature(model.forward).parameters))
-        if other_inputs:
-            raise UserError(
-                f"{label} cannot process text alone: a {type(model).__name__} needs {' and '.join(other_inputs)}, too; "
-                "choose a model of text"
-            ) from error
-        raise UserError(
-            f"{label} cannot process the output of its tokenizer ({shorten(error)}); do they belong together?"
-        ) from error
+        mismatch = f"{label} cannot process the output of its tokenizer ({shorten(error)}); do they belong together?"
+        raise UserError(refusal if other_inputs else mismatch) from error
     if not outputs.isfinite().all():
         raise UserError(f"{label} computes non-finite numbers; {_explain_nonfinite_outputs(model)}")
 

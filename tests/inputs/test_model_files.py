@@ -264,5 +264,5 @@ def test_outputs_cannot_be_set_for_a_training(tmp_path: Path, name: str) -> None
 
 def test_a_model_that_needs_images_says_so(tmp_path: Path) -> None:
     config = hf.SiglipConfig(text_config={**SHAPE, "projection_size": 16}, vision_config=VISION)
-    with pytest.raises(UserError, match="cannot process text alone: a SiglipModel needs pixel_values, too"):
+    with pytest.raises(UserError, match="cannot process text alone: a SiglipModel reads pixel_values; choose"):
         measure(save(tmp_path / "model", hf.SiglipModel(config)))
