@@ -184,7 +184,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
 def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
-    Of nested models, like the decoder inside OPT's, it returns the innermost, unless only the outer one reads text (GIT).
+    Of nested models, like the decoder in OPT's, it returns the innermost, unless only the outer one reads text, as GIT.
 
     Raises:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.
