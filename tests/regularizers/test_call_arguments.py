@@ -1,6 +1,7 @@
 """Masks, ids, positions and labels of a pass that the base model's call does not have, but a call around it has."""
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -17,6 +18,7 @@ from istar.hidden_states import attach, shrinkage_covariance
 from istar.regularizers import CosReg, Points
 from tests.oracles import algorithm_1, stack
 from tests.penalties import WEIGHT, WIDTH, ZETA, Recording, gradients, sigma
+from tests.regularizers.test_attach import Tower
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 IDS: dict[str, Any] = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -100,7 +102,7 @@ def test_a_mask_that_the_head_does_not_pass_on_counts(how: str) -> None:
     model: Any = head
     if how.startswith("wrapped"):
         model = Outer(head, lambda model, ids, mask: model(ids, mask))
-        model = nn.Sequential(model)[0] if how == "wrapped" else Outer(model, drop_all)
+        model = model if how == "wrapped" else Outer(model, drop_all)
     elif how == "forward":
         model = Outer(head, lambda model, ids, mask: model.forward(ids, mask))
     elif how == "lora":
@@ -240,6 +242,19 @@ def test_a_checkpoint_of_the_model_repeats_its_call_with_the_arguments_around_it
     assert_close(results[1], results[0], **CLOSE)
 
 
+@pytest.mark.filterwarnings("ignore")  # those of the compiler
+def test_a_positional_mask_of_a_compiled_module_is_the_mask() -> None:
+    """The wrapper that torch.compile returns does not name its arguments."""
+    model, states = Tower(), torch.randn(6, 9, WIDTH, dtype=torch.float64)
+    for module in (model, torch.compile(model, backend="eager")):
+        penalty = CosReg(1.0)
+        with attach(module, penalty, modules=model.layers) as attached:
+            module(states, MASK)
+            attached.loss()
+        assert penalty.last is not None
+        assert penalty.last.points == MASK.sum()
+
+
 def test_arguments_of_a_call_that_failed_or_ended_are_not_those_of_the_next() -> None:
     head, penalty = make_rwkv(), CosReg(1.0)
 
@@ -271,37 +286,27 @@ def test_refresh_counts_the_points_of_training() -> None:
 # Arguments by position ----------------------------------------------------------------------------------------
 
 
-def _build(name: str) -> tuple[Any, Any]:
-    shape = {"d_model": WIDTH, "n_layer": 2, "n_head": 2, "d_inner": 24}
-    emb = {"emb_dim": WIDTH, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32}
-    models: dict[str, Callable[[], Any]] = {
-        "cpmant": lambda: hf.CpmAntForCausalLM(hf.CpmAntConfig(
-            vocab_size=40, hidden_size=WIDTH, num_attention_heads=2, dim_head=8, dim_ff=24, num_hidden_layers=2,
-            prompt_length=2)),
-        "xlnet": lambda: hf.XLNetModel(hf.XLNetConfig(**IDS, **shape, dropout=0.0)),
-        "xlm": lambda: hf.XLMModel(hf.XLMConfig(**{**IDS, "pad_token_id": 0}, **emb, dropout=0.0)),
-        "openai": lambda: hf.OpenAIGPTModel(hf.OpenAIGPTConfig(vocab_size=40, n_embd=WIDTH, n_layer=2, n_head=2)),
-    }  # fmt: skip
-    return models[name]().eval(), None
+POSITIONAL: dict[str, Callable[[], Any]] = {
+    "cpmant": lambda: hf.CpmAntForCausalLM(hf.CpmAntConfig(
+        vocab_size=40, hidden_size=WIDTH, num_attention_heads=2, dim_head=8, dim_ff=24, num_hidden_layers=2,
+        prompt_length=2)),
+    "xlnet": lambda: hf.XLNetModel(hf.XLNetConfig(**IDS, d_model=WIDTH, n_layer=2, n_head=2, d_inner=24)),
+    "xlm": lambda: hf.XLMModel(hf.XLMConfig(**IDS, emb_dim=WIDTH, n_layers=2, n_heads=2, max_position_embeddings=32)),
+    "openai": lambda: hf.OpenAIGPTModel(hf.OpenAIGPTConfig(vocab_size=40, n_embd=WIDTH, n_layer=2, n_head=2)),
+}  # fmt: skip
 
 
-def _iterate_defaults(model: Any) -> Iterator[Any]:
-    import inspect
-
-    yield from (parameter.default for parameter in inspect.signature(model.forward).parameters.values()
-                if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["cpmant", "xlnet", "xlm", "openai"])
+@pytest.mark.parametrize("name", POSITIONAL)
 def test_a_model_that_is_asked_for_its_states_may_get_all_arguments_by_position(name: str) -> None:
-    model, _ = _build(name)
-    positional: Sequence[Any] = [TOKENS, *list(_iterate_defaults(model))[1:]]
-    states = model(TOKENS, output_hidden_states=True).hidden_states
-    results = []
-    for call in (lambda: model(TOKENS), lambda: model(*positional)):
+    model = POSITIONAL[name]().eval()
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    defaults = [parameter.default for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    state = model(TOKENS, output_hidden_states=True).hidden_states[-1]
+    losses = []
+    for arguments in ([TOKENS], [TOKENS, *defaults[1:]]):
         penalty = Recording("last")
         with attach(model, penalty) as attached:
-            call()
-            results.append(attached.loss())
-        assert torch.equal(penalty.received[0], states[-1])
-    assert torch.equal(*results)
+            model(*arguments)
+            losses.append(attached.loss())
+        assert torch.equal(penalty.received[0], state)
+    assert torch.equal(*losses)
