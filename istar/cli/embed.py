@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     from istar.drawing import page_folder, page_tables
     from istar.embeddings import embed_models, embed_page, token_frequencies
     from istar.files.outputs import Output
-    from istar.inputs import corpus, embedding_matrix, saved_checkpoints
+    from istar.inputs import corpus, embedding_matrix, pretrained, saved_checkpoints
     from istar.measures import numerics
 
     for form in options.forms:
@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> None:
     if options.save:
         saved_output.check((*embed_models.MATRIX_FILES, embed_models.MODEL_FOLDER), inputs)
     benchmarks = embed_models.read_benchmarks(list(map(Path, options.wordsim)))
-    for model in models:
+    for model in models:  # what cannot be read or measured is refused before the first one is measured
+        pretrained.load_tokenizer(model.config)
         matrix = embedding_matrix.read_matrix(model.config, options.matrix)
         numerics.check_matrix(matrix.values, f"the {options.matrix} embeddings of {model.name}")
     console, measured_models = make_console(stderr=options.json), []

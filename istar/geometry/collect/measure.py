@@ -126,9 +126,9 @@ def measure_model(
         gain_and_bias = None if norm is None else norm_parameters(norm, text_config.hidden_size)
     final_norm = None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias))
     weight = read_parameter(model.get_input_embeddings(), "weight")
-    embeddings = {"input": measure_embeddings(weight, "input", console)}
+    embeddings = {"input": measure_rows(weight, "input", console)}
     if output_matrix is not None:
-        embeddings["output"] = measure_embeddings(output_matrix.values.to(input_device), "output", console)
+        embeddings["output"] = measure_rows(output_matrix.values.to(input_device), "output", console)
     rows = {side: summary for side, (_, summary) in embeddings.items() if summary}
     try:
         summaries = reader(sources, lambda statistics: summarize_source(statistics, tokenizer), console)
@@ -251,7 +251,7 @@ def describe_activations(
     ]
 
 
-def measure_embeddings(matrix: Tensor, side: str, console: Console | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure_rows(matrix: Tensor, side: str, console: Console | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of `measure_forms` and `summarize_rows` for embeddings `(n, d)`; NaN and {} if not finite."""
     try:
         spectra = decompose_rows(matrix)
