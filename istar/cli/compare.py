@@ -114,15 +114,13 @@ def _measure_models(
         name = next(iter(new_models)).name
         raise UserError(f"{name} holds no {file_name}; give a folder of istar measure, or --text to measure it")
     saved_checkpoints.check_distinct_labels([model.default_label for model in new_models])
-    names = {model: {"name": model.model_name, "revision": model.revision} for model in new_models}
     measured = {
         model: measures_file.read_measurement(Path(model.name) / file_name)
         for model in model_arguments
         if model not in new_models
     }
-    names |= {model: measurements.model for model, measurements in measured.items()}
-    # Labels that collide are refused before models are measured, which may take hours.
-    compare.choose_labels(model_arguments, [compare.name_model(names[model]) for model in model_arguments])
+    models = [measured[model].model if model in measured else vars(model) for model in model_arguments]
+    compare.choose_labels(model_arguments, list(map(compare.name_model, models)))  # refuses labels that collide
     if new_models:
         settings = shared_options.make_measure_settings(options)
         results = measure_models(options, new_models, sources, settings)

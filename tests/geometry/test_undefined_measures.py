@@ -240,15 +240,20 @@ def test_such_models_are_compared(
     measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(measured)
-    folders = [f"out/{name}" for name in ("gain_0", "equal", "usual", "nan_input")]
+    folders = [f"out/{name}" for name in ("gain_0", "equal", "usual", "nan_input", "gain_0_with_bias")]
     capsys.readouterr()
     assert main(["compare", *folders, *OPTIONS[:2], "--cka-documents", "12", "--out", "compared", "--json"]) == 0
     scores = {row["model"]: row["isoscore"] for row in json.loads(capsys.readouterr().out)["models"]}
     assert scores["equal"] is None
     assert scores["gain_0"] == scores["usual"] == scores["nan_input"]
-    similarity = pd.read_csv("compared/tables/similarity.csv").set_index(["first", "second", "layer", "other_layer"])
-    assert math.isnan(similarity.loc[("gain_0", "usual", "final_norm", "final_norm"), "cka"])
-    assert similarity.loc[("usual", "nan_input", "layer_2", "layer_2"), "cka"] == pytest.approx(1)
+    similarity = read_rows(Path("compared/tables/similarity.csv"))
+    constant = {("gain_0", "final_norm"), ("gain_0_with_bias", "final_norm")}
+    constant |= {("equal", layer) for layer in ("embeddings", "layer_1", "layer_2", "final_norm")}
+    for row in similarity:
+        places = {(row["first"], row["layer"]), (row["second"], row["other_layer"])}
+        assert (row["cka"] == "") == bool(places & constant), row
+        if (row["first"], row["second"]) == ("usual", "nan_input") and row["layer"] == row["other_layer"]:
+            assert float(row["cka"]) == pytest.approx(1)
 
 
 def test_labels_that_collide_are_refused_before_a_model_is_measured(

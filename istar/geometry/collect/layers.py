@@ -239,8 +239,8 @@ class Layer(Accumulator):
             measures["intra_sim"] = self.types.inter_sim().nanmean()
             measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
         if self._moments.has_sentences:
-            sentence_score = self._moments.compute_sentence_moments().score
-            measures[SCORE_BY_SENTENCE] = math.nan if self.is_constant else float_or_nan(sentence_score)
+            score = self._moments.compute_sentence_moments().score
+            measures[SCORE_BY_SENTENCE] = math.nan if self.is_constant else float_or_nan(score)
         if self._kurtosis is not None:
             token_kurtosis = self._kurtosis.compute()
             measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
@@ -309,8 +309,8 @@ class Layer(Accumulator):
         """
 
         def summarize(*sums: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-            moments = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
-            moments = _clear_rounding_errors(moments, self._origin)
+            about_mean = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
+            moments = _clear_rounding_errors(about_mean, self._origin)
             return moments.state_dict(), moments.mean.square().sum().sqrt(), unchecked_isoscore_unbiased(moments)
 
         for sums in self._moments.sum_without_each_group():

@@ -32,7 +32,6 @@ from istar.measures.norms import norm_parameters
 from istar.measures.numerics import keep_freed_memory, row_norms, upcast_blocks
 from istar.measures.spectrum import RowSpectrum, decompose_rows
 from istar.records.config import ModelConfig
-from istar.statistics.arguments import is_constant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -271,8 +270,9 @@ def summarize_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum]) -> dict[s
     and their coordinates by axis, `raw` and `centered`.
     """
     norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)]).cpu().numpy()
-    # NumPy divides no range of rounding errors into bins.
-    ends = (0.9 * norms.min(), 1.1 * norms.max()) if is_constant(norms, scale=0.0) else None
+    low, high = norms.min(), norms.max()
+    # A range of rounding errors, as of normalized rows, is not divided into bins.
+    ends = (0.9 * low, 1.1 * high) if high - low <= 1e-6 * high else (low, high)
     bin_counts, edges = np.histogram(norms, bins=40, range=ends)
     histogram = {"edges": round_digits(edges), "counts": bin_counts.tolist()}
     return {"norms": histogram, **project_rows(matrix, spectra)}

@@ -56,8 +56,7 @@ class Stream:
 
     The model must be without a head, in eval mode, and on its devices. Statistics are where the hidden states are. The
     names of the state files start with the name of `state_path`; None saves no state. `identity` is a hash of
-    everything that the result depends on; a state file with another identity is not used, and a warning says so. The
-    caller deletes the state files, once the result is on disk.
+    everything that the result depends on; a file with another identity is not used. The caller deletes the files.
 
     Attributes:
         taps: reads the model's hidden states.
