@@ -4,8 +4,8 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user set `HYDRA_FULL_ERROR=1` to see stack traces. Read at import, before `istar train` sets it."""
@@ -60,6 +60,14 @@ class StoppedError(UserError):
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, int]]:
         return type(self), (str(self), self.exit_code - StoppedError.exit_code)
+
+
+def float_or_nan(function: Callable[[], Any]) -> float:
+    """Return the result of a function as a float, or NaN if it raises a `UserError` because the value is undefined."""
+    try:
+        return float(function())
+    except UserError:
+        return math.nan
 
 
 def explain_system_error(error: BaseException) -> str:

@@ -159,16 +159,6 @@ def registered() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_core() -> Iterator[None]:
-    """Let figures be drawn in this process, so that tests can count and replace the calls that draw them."""
-    from istar.drawing import pictures
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "MAX_PROCESSES", 1)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Set `ISTAR_CACHE` to a temporary folder, so that tests do not touch the user's cache; returns the folder."""
     folder = tmp_path_factory.mktemp("istar_cache")

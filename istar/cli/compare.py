@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from istar.cli import shared_options
 from istar.cli.measure import measure_models
 from istar.drawing.terminal import make_console
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> None:
     similarities, warnings = [], compare.describe_other_settings(measured_models)
     try:
         similarities = _compute_similarities(measured_models, sources, options)
-    except UserError as error:  # measuring the models may have taken hours
-        warnings.append(f"the page lacks the similarity of layers: {error}")
+    except (UserError, OSError, RuntimeError) as error:  # measuring the models may have taken hours
+        warnings.append(f"the page lacks the similarity of layers: {shorten(error)}")
     page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
     if options.json:
         shared_options.print_json({"models": model_tables.build_model_sheet(measured_models).frame})
@@ -119,6 +119,8 @@ def _measure_models(
         for model in model_arguments
         if model not in new_models
     }
+    models = [measured[model].model if model in measured else vars(model) for model in model_arguments]
+    compare.choose_labels(model_arguments, list(map(compare.name_model, models)))  # refuses labels that collide
     if new_models:
         settings = shared_options.make_measure_settings(options)
         results = measure_models(options, new_models, sources, settings)

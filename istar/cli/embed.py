@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> None:
     from istar.drawing import page_folder, page_tables
     from istar.embeddings import embed_models, embed_page, token_frequencies
     from istar.files.outputs import Output
-    from istar.inputs import corpus, saved_checkpoints
+    from istar.inputs import corpus, embedding_matrix, pretrained, saved_checkpoints
+    from istar.measures import numerics
 
     for form in options.forms:
         check_one_of("--forms", form, _FORMS)
@@ -60,6 +61,10 @@ def run(options: argparse.Namespace) -> None:
     if options.save:
         saved_output.check((*embed_models.MATRIX_FILES, embed_models.MODEL_FOLDER), inputs)
     benchmarks = embed_models.read_benchmarks(options.wordsim)
+    for model in models:  # what cannot be read or measured is refused before the first one is measured
+        pretrained.load_tokenizer(model.config)
+        matrix = embedding_matrix.read_matrix(model.config, options.matrix)
+        numerics.check_matrix(matrix.values, f"the {options.matrix} embeddings of {model.name}")
     console, measured_models = make_console(stderr=options.json), []
     with make_progress(make_console(stderr=True)) as progress:
         task = progress.add_task("", total=len(models) * len(settings.measured_forms))
@@ -71,6 +76,7 @@ def run(options: argparse.Namespace) -> None:
     words = token_frequencies.count_words(sources)
     sheets = embed_page.make_tables(measured_models, words)
     contents = embed_page.make_contents(measured_models, sheets, words, options.out, options.typed)
+    page_path = page_folder.write(options.out, contents, embed_page.EMBEDDINGS_KIND)
     if options.save:
         form = options.form or "raw"
         matrix, processed = embed_models.process_matrix(models[0], options.matrix, form, options.components)
@@ -83,7 +89,6 @@ def run(options: argparse.Namespace) -> None:
             saved_output.write({}, {embed_models.MODEL_FOLDER: draft}, is_complete=True)
         if matrix.tied:
             console.out("the output embeddings are tied to the input embeddings: processing one processes both")
-    page_path = page_folder.write(options.out, contents, embed_page.EMBEDDINGS_KIND)
     shown_sheets = {name: sheets[name] for name in ("table1", "table2") if name in sheets}
     if options.json:
         shared_options.print_json({name: sheet.frame for name, sheet in shown_sheets.items()})

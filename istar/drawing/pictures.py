@@ -1,24 +1,14 @@
-"""Files of plots, drawn by several processes at once; a file that would be drawn the same is taken over."""
+"""Files of plots; a file that would be drawn the same is taken over."""
 
-import os
 import re
-import signal
-import sys
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from istar.drawing.plot import FIGURE_FORMATS, NARROW, Panel, Plot, compute_identifier, describe, tabulate_points
 from istar.files.writing import to_csv
 
-MAX_PROCESSES = 8
-"""Most processes that draw figures at the same time."""
 _MAX_FILE_NAME = 150
 """Most characters of a model's name in a file name; file systems allow 255 for the whole."""
 
@@ -69,18 +59,17 @@ def render_files(
 ) -> dict[str, dict[str, bytes]]:
     """Render plots, and return the contents of their files by name and suffix.
 
-    A plot is not drawn again if `folder` has all of its files and they show the same. The others are drawn by several
-    processes at once. `on_drawn` is called with each name once its files are there.
+    A plot is not drawn again if `folder` has all of its files and they show the same. `on_drawn` is called with each
+    name once its files are there.
     """
-    files_by_name = {name: _read_drawn(folder / name, suffixes, plot) for name, plot in plot_by_name.items()}
-    missing = [name for name, files in files_by_name.items() if not files]
-    for name in files_by_name.keys() - missing:
+    files_by_name = {}
+    for name, plot in plot_by_name.items():
+        files_by_name[name] = _read_drawn(folder / name, suffixes, plot)
+        if not files_by_name[name]:
+            from istar.drawing import rendering  # loads matplotlib, which files that are taken over do not need
+
+            files_by_name[name] = rendering.render(plot, suffixes)
         on_drawn(name)
-    with _open_pool(len(missing)) as map_to_pool:
-        drawn = map_to_pool(partial(_draw, suffixes=suffixes), [plot_by_name[name] for name in missing])
-        for name, files in zip(missing, drawn, strict=True):
-            files_by_name[name] = files
-            on_drawn(name)
     return files_by_name
 
 
@@ -111,29 +100,3 @@ def _read_drawn(path: Path, suffixes: Sequence[str], plot: Plot) -> dict[str, by
             return {}
     identifier = compute_identifier(plot).encode()
     return files if all(identifier in content for content in files.values()) else {}
-
-
-@contextmanager
-def _open_pool(num_tasks: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Provide a `map` that calls a function in up to `MAX_PROCESSES` forks of this process.
-
-    It is the ordinary `map` for a single task or core, and on other systems than Linux, where forks of a process with
-    threads are not safe.
-    """
-    num_processes = min(num_tasks, MAX_PROCESSES, len(os.sched_getaffinity(0))) if sys.platform == "linux" else 1
-    if num_processes <= 1:
-        yield map
-        return
-    from istar.drawing import rendering  # noqa: F401 - loaded once, not in every fork
-
-    # Ctrl-C ends this process, which ends the others.
-    ignore_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    with ProcessPoolExecutor(num_processes, get_context("fork"), ignore_interrupts) as pool:
-        yield pool.map
-
-
-def _draw(plot: Plot, suffixes: Sequence[str]) -> dict[str, bytes]:
-    # Loads matplotlib, which files that are taken over do not need.
-    from istar.drawing import rendering
-
-    return rendering.render(plot, suffixes)

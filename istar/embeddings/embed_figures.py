@@ -75,7 +75,8 @@ def make_singular_value_plot(models: Sequence[ModelEmbeddings]) -> Plot:
             make_spectrum_line(label, model.measures_by_form[form]["singular_values"], _ROUNDING)
             for label, form in _BEFORE_AND_AFTER.items()
         ]
-        panels.append(Panel("singular value", lines, model.label))
+        if lines := [line for line in lines if line.y]:
+            panels.append(Panel("singular value", lines, model.label))
     options: dict[str, Any] = {"log_x": True, "log_y": True, "share_axes": True}
     return _make_embedding_plot("figure1_singular_values", panels, "number of the singular value", **options)
 

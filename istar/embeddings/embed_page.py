@@ -1,6 +1,5 @@
 """HTML page of `istar embed`: the tables and figures of *Too Much in Common* for one or more embedding matrices."""
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,7 @@ from istar.drawing.page_tables import Sheet
 from istar.drawing.pictures import render_pictures
 from istar.embeddings import embed_figures, embed_tables
 from istar.embeddings.embed_models import ModelEmbeddings
-from istar.files.writing import to_csv
+from istar.files.writing import to_csv, to_json
 
 JSON = "embeddings.json"
 EMBEDDINGS_KIND = PageKind(
@@ -37,7 +36,7 @@ def make_contents(
     """
     contents = page_folder.page_files(_make_page(models, sheets, words, out, command), sheets)
     model_records = [{"label": model.label, **model.metadata, "figures": model.measures_by_form} for model in models]
-    contents[JSON] = (json.dumps({"models": model_records}, indent=1) + "\n").encode()
+    contents[JSON] = (to_json({"models": model_records}) + "\n").encode()
     rows = [
         {"label": model.label, **model.metadata, "form": form, **measures}
         for model in models

@@ -1,11 +1,13 @@
 """Functions that write files and folders atomically, and that lock folders."""
 
 import errno
+import json
+import math
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -74,6 +76,21 @@ def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically."""
     with atomic_write(path) as file:
         file.write(text.encode())
+
+
+def to_json(contents: Any) -> str:
+    """Return nested dictionaries and lists as JSON, with null for numbers that are not finite."""
+    contents = replace_nested(contents, lambda value: isinstance(value, float) and not math.isfinite(value), None)
+    return json.dumps(contents, indent=1, allow_nan=False)
+
+
+def replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: Any) -> Any:
+    """Return a copy of nested dictionaries and lists, with `substitute` for each value that `is_replaced` accepts."""
+    if isinstance(value, dict):
+        return {key: replace_nested(item, is_replaced, substitute) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_nested(item, is_replaced, substitute) for item in value]
+    return substitute if is_replaced(value) else value
 
 
 def to_csv(frame: Any, separator: str = ",") -> str:

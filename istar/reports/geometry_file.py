@@ -16,8 +16,8 @@ class IsoScoreStar(TypedDict):
 
     zeta: float
     num_points: _Count  # points of the training data in Sigma_S, counted over the union of layers 1 to L
-    union: float  # IsoScore* of the union of layers 1 to L
-    layers: dict[str, float]  # IsoScore* by layer (0: embeddings), with the Sigma_S of the layer
+    union: float | None  # IsoScore* of the union of layers 1 to L
+    layers: dict[str, float | None]  # IsoScore* by layer (0: embeddings), with the Sigma_S of the layer
 
 
 class Geometry(TypedDict):

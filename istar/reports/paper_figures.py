@@ -75,7 +75,8 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
     measure, reason = _choose_isotropy_measure(selections, geometry_by_folder)
     isotropy_by_folder = dict(zip(all_runs["folder"], all_runs["isoscore_after"].astype(float), strict=True))
     if measure == "IsoScore*":
-        isotropy_by_folder = {folder: star["union"] for folder, star in _get_isoscore_stars(geometry_by_folder).items()}
+        unions = {folder: star["union"] for folder, star in _get_isoscore_stars(geometry_by_folder).items()}
+        isotropy_by_folder = pd.Series(unions, dtype=float).to_dict()
     panels = []
     for selection in selections:
         max_seeds = max(map(len, selection.runs_by_value.values()))
@@ -169,7 +170,7 @@ def build_layer_isotropy_plot(
     )
 
 
-def _sort_by_layer(score_by_layer: Mapping[str, float]) -> list[float]:
+def _sort_by_layer(score_by_layer: Mapping[str, float | None]) -> list[float | None]:
     """Return the scores of the layers from the embeddings to the last layer, without the score of their union."""
     return [score_by_layer[layer] for layer in sorted(filter(str.isdigit, score_by_layer), key=int)]
 

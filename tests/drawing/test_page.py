@@ -18,7 +18,6 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from istar.drawing import page_folder, panel_drawing
-from istar.drawing import pictures as pictures_module
 from istar.drawing.page_folder import Page, Section
 from istar.drawing.page_tables import Entry, Sheet
 from istar.drawing.pictures import render_pictures
@@ -53,17 +52,15 @@ def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(tmp_path_factory.mktemp("page"))
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_several_processes_draw_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_formats_are_drawn_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of a process with the threads of torch, OpenMP or CUDA could wait for ever."""
     plots = [
         Plot(name, name, name, "line", "x", (Panel("y", [Line("line", (1, 2), (0.1, y))]),))
         for name, y in (("first", 0.2), ("second", 0.3), ("third", 0.4))
     ]
     expected = render_pictures(plots, tmp_path)
     drawn: list[str] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(pictures_module, "MAX_PROCESSES", 2)
-    # The forks have the formats of this process, and it raises their errors.
+    monkeypatch.setattr(os, "fork", None)
     formats = FIGURE_FORMATS.set(("svg", "pdf"))
     try:
         pictures = render_pictures(plots, tmp_path, drawn.append)

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from istar.cli.main import main
-from istar.embeddings import token_frequencies
+from istar.embeddings import embed_models, token_frequencies
 from istar.embeddings.embed_models import process_matrix
+from istar.errors import UserError
 from istar.inputs import tiny, tokenizing
 from istar.inputs.corpus import Source
 from istar.inputs.embedding_matrix import read_matrix
@@ -307,6 +308,47 @@ def test_an_error_is_one_line(
     assert main(["embed", str(first), *arguments, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_embeddings_that_are_not_finite_are_refused_before_any_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [save_model(tmp_path / name) for name in ("first", "second")]
+    model = hf.AutoModelForMaskedLM.from_pretrained(folders[1])
+    model.get_input_embeddings().weight.data[-1] = math.inf
+    model.save_pretrained(folders[1])
+    monkeypatch.setattr(embed_models, "measure_embeddings", None)
+    assert main(["embed", *map(str, folders), "--out", str(tmp_path / "out")]) == 2
+    assert f"the input embeddings of {folders[1]} are not finite" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 3e38])
+def test_equal_rows_have_a_page_and_valid_json(tmp_path: Path, value: float) -> None:
+    folder, out = save_model(tmp_path / "model"), tmp_path / "out"
+    model = hf.AutoModelForMaskedLM.from_pretrained(folder)
+    model.get_input_embeddings().weight.data.fill_(value)
+    model.save_pretrained(folder)
+    assert main(["embed", str(folder), "--out", str(out)]) == 0
+    text = (out / "embeddings.json").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    measures = json.loads(text)["models"][0]["figures"]
+    assert measures["raw"]["average_norm"] == pytest.approx(value * WIDTH**0.5, rel=1e-6)
+    assert measures["centered"]["partition_isotropy_both"] == pytest.approx(1, rel=1e-3)
+    assert ("All rows of each matrix are zero" in (out / "index.html").read_text()) == (value == 0)
+
+
+def test_the_page_stays_if_the_model_cannot_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise UserError("model cannot be written: No space left on device")
+
+    monkeypatch.setattr(embed_models, "save_model", fail)
+    out = tmp_path / "out"
+    assert main(["embed", str(save_model(tmp_path / "model")), "--save", "model", "--out", str(out)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert (out / "index.html").exists()
 
 
 def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,6 +200,45 @@ def test_without_scatter_by_group_some_errors_are_left_out() -> None:
     )
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_points_that_are_equal_up_to_rounding_have_norms_and_cosines_alone(scale: float, dtype: torch.dtype) -> None:
+    """Half of the points differ from the others by the last bit of each number."""
+    points, *columns = make_text()
+    points[:] = scale * torch.tensor([3.0, -0.7, 1.3, 0.9, -2.1, 0.3])
+    points = points.to(dtype)
+    points[::2] *= 1 + torch.finfo(dtype).eps
+    layer = Layer(TYPES, scale * ORIGIN, LayerSettings("all", GROUPS))
+    add_tokens(layer, points, *columns)
+    measures = layer.compute_measures()
+    of_the_point = ["average_norm", "mean_vector_norm", "norm_ratio", "massive_activations", "largest_activation_ratio"]
+    of_the_direction = [
+        *("inter_sim", "intra_sim", "adjusted_intra_sim", "mean_direction_norm", "rank_me"),
+        *("top_1_cosine_share", "top_5_cosine_share", "token_kurtosis", "largest_token_kurtosis"),
+    ]
+    expected_names = {"tokens", *of_the_point, *(of_the_direction if scale else ())}
+    errors = {f"{name}_error" for name in expected_names if f"{name}_error" in measures}
+    assert {name for name, value in measures.items() if math.isfinite(value)} == expected_names | errors
+    assert measures["average_norm"] == pytest.approx(points[0].norm().item(), rel=1e-6)
+    assert layer.is_constant
+    assert torch.equal(layer.compute_spectra()["centered"], torch.zeros(DIM).double())
+    if scale:
+        assert measures["inter_sim"] == pytest.approx(1, abs=1e-6)
+        assert measures["rank_me"] == pytest.approx(1, rel=1e-4)
+
+
+def test_the_unbiased_score_of_a_single_outlier_is_undefined_and_the_others_stay() -> None:
+    points, *columns = make_text()
+    points[:] = 1.0
+    points[7, 2] = 5.0
+    measures = make_layer((points, *columns)).compute_measures()
+    assert math.isnan(measures["isoscore_unbiased"])
+    assert measures["participation_ratio"] == pytest.approx(1)
+    # One group has the only point that differs; without it, all points are equal.
+    assert math.isnan(measures["isoscore_error"])
+    assert math.isfinite(measures["average_norm_error"])
+
+
 def test_errors_are_not_defined_if_a_group_is_empty() -> None:
     points, tokens, positions, groups, documents = make_text()
     measures = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).compute_measures()

@@ -2,9 +2,11 @@
 
 import copy
 import io
+import itertools
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -342,11 +344,10 @@ def test_bad_options_are_refused_in_one_line(
 def test_rows_of_a_matrix() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(5_000, 6) * torch.tensor([5.0, 3, 1, 1, 1, 1]) + 4
-    summary = measure.summarize_rows(matrix, decompose_rows(matrix), torch.arange(5_000))
+    summary = measure.summarize_rows(matrix, decompose_rows(matrix))
     assert summary["ids"][0] == 0
     assert summary["ids"][-1] == 4_999
     assert len(summary["ids"]) == MAX_ROWS
-    assert summary["counts"] == summary["ids"]
     for form, points in (("raw", matrix), ("centered", matrix - matrix.mean(0))):
         left_vectors, singular_values, _ = np.linalg.svd(points.double().numpy(), full_matrices=False)
         for coordinates, axis in zip(summary[form], (0, 1), strict=True):
@@ -355,6 +356,25 @@ def test_rows_of_a_matrix() -> None:
             assert np.abs(coordinates) == pytest.approx(np.abs(expected), rel=1e-3, abs=1e-3)
     assert sum(summary["norms"]["counts"]) == 5_000
     assert summary["norms"]["edges"][0] == pytest.approx(matrix.norm(dim=1).min().item())
+
+
+def test_rows_have_the_frequencies_of_their_tokens(measurements: Measurements) -> None:
+    """Both sources have the same text."""
+    counts = Counter(token for line in SENTENCES for token in TOKENIZER(line, add_special_tokens=False)["input_ids"])
+    rows = measurements.rows["input"]
+    assert rows["counts"] == [2 * 3 * counts[token] for token in rows["ids"]]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1.0, 1e30])
+def test_norms_that_differ_by_rounding_have_a_histogram(scale: float) -> None:
+    """The rows have the same numbers in different orders."""
+    numbers = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = scale * torch.stack([numbers.roll(shift) for shift in range(50)])
+    for rows in (matrix, torch.nn.functional.normalize(torch.randn(50, 50)) if scale == 1 else matrix):
+        histogram = measure.summarize_rows(rows, decompose_rows(rows))["norms"]
+        assert sum(histogram["counts"]) == 50
+        assert histogram["edges"][0] <= rows[0].norm().item() <= histogram["edges"][-1]
+        assert all(low < high for low, high in itertools.pairwise(histogram["edges"]))
 
 
 @pytest.mark.parametrize("offset", [-5.0, 5.0])

@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import transformers as hf
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from istar.errors import UserError
+from istar.errors import NonFiniteError, UserError
 from istar.geometry.collect import corpus_statistics, layer_outputs, stream
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import Taps
@@ -329,7 +329,8 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     assert sorted(saved_keys + resumed_keys) == list(range(len(tokenize_inputs(source, 16, "separate"))))
     for tap, expected_measures in expected_by_tap.items():
         assert measures_by_tap[tap] == pytest.approx(expected_measures, rel=0, abs=0, nan_ok=True)
-    assert not list(tmp_path.glob("state.*"))
+    # The state is for resuming until the caller has written the result.
+    assert len(list(tmp_path.glob("state.*"))) == 1
 
 
 def test_the_time_of_an_interrupted_pass_counts(
@@ -386,20 +387,80 @@ def test_the_time_of_an_interrupted_pass_counts(
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "reason"),
     [
-        pytest.param({"format": stream._STATE_FORMAT, "identity": "other"}, id="another pass"),
-        pytest.param({"identity": "same", "statistics": {}, "blocks": 3}, id="an earlier version"),
-        pytest.param(b"PK\x03\x04", id="damaged"),
+        pytest.param({"format": stream._STATE_FORMAT, "identity": "other"}, "of another model", id="another pass"),
+        pytest.param({"identity": "same", "statistics": {}, "blocks": 3}, "another version", id="an earlier version"),
+        pytest.param(b"PK\x03\x04", "cannot be read", id="damaged"),
+        pytest.param([1], "of another version", id="foreign"),
     ],
 )
-def test_an_unusable_state_is_ignored(source: Source, tmp_path: Path, content: Any) -> None:
+def test_an_unusable_state_is_not_used_and_a_line_says_why(
+    source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, reason: str
+) -> None:
     state_path = tmp_path / "state.0.0-1"
     state_path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, state_path)
-    measures_by_source = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0, groups=0), tmp_path / "state", "same")(
-        [source], CorpusStatistics.compute_measures
-    )
+    reader = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0, groups=0), tmp_path / "state", "same")
+    measures_by_source = reader([source], CorpusStatistics.compute_measures)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the text is read from its beginning: ")
+    assert reason in line
     assert measures_by_source["text"]["layer_1"]["tokens"] == sum(map(len, tokenize_inputs(source, 16, "separate")))
+
+
+def save_state_after(num_blocks: int, path: Path) -> None:
+    torch.save({"format": stream._STATE_FORMAT, "identity": "same", "blocks": num_blocks}, path)
+
+
+def test_a_file_that_a_network_disk_shows_late_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First there is no file, then one that is not complete, an earlier one, and at last the one that was saved."""
+    path, now = tmp_path / "state.0.1-2", 0.0
+    reader = Stream(bert(), TOKENIZER, MeasureSettings(16), tmp_path / "state", "same")
+    actions = [lambda: path.write_bytes(b"PK"), *(functools.partial(save_state_after, n, path) for n in (3, 4))]
+    steps: Iterator[Callable[[], object]] = iter(actions)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        next(steps)()
+
+    monkeypatch.setattr(stream.time, "sleep", sleep)
+    monkeypatch.setattr(stream.time, "monotonic", lambda: now)
+    assert reader._wait_for_state(path, 4)["blocks"] == 4
+    for num_blocks, reason in ((3, "of another model.* or time"), (None, "cannot be read")):
+        path.unlink() if num_blocks is None else save_state_after(num_blocks, path)
+        steps, start = itertools.repeat(lambda: None), now
+        with pytest.raises(UserError, match=rf"state\.0\.1-2 .*{reason}.*; expected a folder that all processes see"):
+            reader._wait_for_state(path, 4)
+        assert now - start <= stream.SECONDS_TO_WAIT_FOR_FILES + 1
+
+
+@pytest.mark.parametrize(("document", "place"), [(0, "embeddings"), (0, "layer_2"), (20, "layer_1")])
+def test_the_first_states_that_are_not_finite_end_the_pass_at_once(
+    source: Source, monkeypatch: pytest.MonkeyPatch, document: int, place: str
+) -> None:
+    """A layer gives NaN for a single token, as where half precision overflows; the layers after it have NaN, too."""
+    lines = source.path.read_text().splitlines()
+    lines[document] = "anna"
+    source.path.write_text("\n".join(line if index == document else line.replace("anna", "dog")
+                                     for index, line in enumerate(lines)))  # fmt: skip
+    model, seen = copy.deepcopy(bert()), list[torch.Tensor]()
+    settings = MeasureSettings(32, batch_tokens=32, sample=0, groups=2)
+    reader = Stream(model, TOKENIZER, settings)
+    anna = TOKENIZER.convert_tokens_to_ids("anna")
+    module = model.embeddings if place == "embeddings" else model.encoder.layer[int(place[-1]) - 1]
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((kwargs["input_ids"] == anna).any(1)), with_kwargs=True
+    )
+
+    def damage(_: Any, args: Any, output: Any) -> Any:
+        return output.masked_fill(seen[-1][:, None, None], math.nan)
+
+    module.register_forward_hook(damage)
+    monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
+    with pytest.raises(NonFiniteError, match=rf"^the hidden states at {place}\b.* are not finite"):
+        reader([source], CorpusStatistics.compute_measures)
+    assert [bool(is_damaged.any()) for is_damaged in seen].index(True) == len(seen) - 1
 
 
 def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:

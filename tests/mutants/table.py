@@ -507,9 +507,23 @@ MUTATIONS = [
     Mutation(
         "A pass goes on from the state of an earlier version.",
         "istar/geometry/collect/stream.py",
-        'state.get("format") == _STATE_FORMAT',
-        "True",
-        "tests/geometry/test_stream.py::test_an_unusable_state_is_ignored",
+        'state.get("format") != _STATE_FORMAT',
+        "False",
+        "tests/geometry/test_stream.py::test_an_unusable_state_is_not_used_and_a_line_says_why",
+    ),
+    Mutation(
+        "Rounding errors of equal states are measured as their variance.",
+        "istar/geometry/collect/layers.py",
+        "torch.where(is_rounding(variance, squares.sum(), epsilon), 0, moments.scatter)",
+        "moments.scatter",
+        "tests/geometry/test_layers.py::test_points_that_are_equal_up_to_rounding_have_norms_and_cosines_alone",
+    ),
+    Mutation(
+        "An earlier state of another process is merged.",
+        "istar/geometry/collect/stream.py",
+        ' or num_blocks not in (None, state["blocks"])',
+        "",
+        "tests/geometry/test_stream.py::test_a_file_that_a_network_disk_shows_late_is_awaited",
     ),
     Mutation(
         "A model with another configuration has the measures of the first.",

@@ -547,6 +547,14 @@ def test_a_figure_has_isoscore_star_if_all_its_runs_have_it(tmp_path: Path) -> N
         assert "1,234 points of the training data" in plot.caption
     # The run with CosReg has no IsoScore* and is not in the figure.
     assert cosreg_run.name not in performance.caption
+    # States without variance have no score; the other run of the method has one.
+    path = tmp_path / last_run.name / "geometry.json"
+    geometry = json.loads(path.read_text())
+    geometry["isoscore_star"] |= {"union": None, "layers": dict.fromkeys(geometry["isoscore_star"]["layers"])}
+    path.write_text(json.dumps(geometry))
+    performance, by_layer = build_isotropy_plots(tmp_path)
+    assert performance.panels[0].lines[-1].x[0] == pytest.approx(scores[-2]["union"])
+    assert by_layer.panels[0].lines[-1].y == pytest.approx([scores[-2][str(layer)] for layer in range(5)])
 
 
 def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:

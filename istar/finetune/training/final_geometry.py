@@ -136,10 +136,9 @@ def compute_isoscore_star_by_layer(
     Returns:
         A dictionary with `zeta`; `num_points`, the number of points in Sigma_S of the union; `union`, the score of
         layers 1 to L together; and `layers`, the score of each layer by its number as a string (0 is the embedding
-        output). Scores are in [0, 1].
+        output). Scores are in [0, 1]; None for states that are all equal.
 
     Raises:
-        UserError: if the states of a layer are all equal.
         NonFiniteError: if hidden states are not finite.
     """
 
@@ -153,10 +152,11 @@ def compute_isoscore_star_by_layer(
     num_layers = len(union_and_layers) - 2
     training_rows = select_rows_with_tokens(train, order, math.ceil(num_points / num_layers))
     training_moments = accumulate(train, training_rows)
-    union_score, *layer_scores = (
-        isoscore_star(moments, to_covariance(shrinkage_moments), zeta).item()
-        for moments, shrinkage_moments in zip(union_and_layers, training_moments, strict=True)
-    )
+
+    def compute_score(moments: Moments, shrinkage_moments: Moments) -> float | None:
+        return call_or_none(lambda: isoscore_star(moments, to_covariance(shrinkage_moments), zeta))
+
+    union_score, *layer_scores = map(compute_score, union_and_layers, training_moments)
     return {
         "zeta": zeta,
         "num_points": int(training_moments[0].count),

@@ -1,5 +1,6 @@
 """What a pass over a corpus accumulates: its settings, and the statistics of all layers."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -106,9 +107,12 @@ class CorpusStatistics(Accumulator):
                 measures["two_nn"], measures["two_nn_error"] = self.sample.estimate_two_nn(tap)
                 if self._has_all_measures:
                     measures |= self.sample.compute_cosines(tap)
+                if self.layers[tap].is_constant:  # distances and z-scores are rounding errors
+                    names = measures.keys() & {"two_nn", "two_nn_error", "sample_inter_sim_standardized"}
+                    measures |= dict.fromkeys(names, math.nan)
         return measures_by_tap
 
     def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
         """Estimate the intrinsic dimension by scale at each tap; empty without a sample, or with the basic measures."""
-        is_computed = self.sample.size and self._has_all_measures
-        return {tap: self.sample.estimate_gride(tap) for tap in self.layers} if is_computed else {}
+        taps = self.layers if self.sample.size and self._has_all_measures else ()
+        return {tap: [] if self.layers[tap].is_constant else self.sample.estimate_gride(tap) for tap in taps}

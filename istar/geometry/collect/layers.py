@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import float_or_nan
 from istar.geometry.collect.grouped_moments import GroupedMoments, sum_over_points
 from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
 from istar.geometry.collect.token_batch import TokenBatch
@@ -23,7 +23,6 @@ from istar.measures import (
     Moments,
     Norms,
     PowerLaw,
-    SentenceMoments,
     TokenKurtosis,
     alpha_req,
     effective_rank,
@@ -138,7 +137,8 @@ class Layer(Accumulator):
                 return False
             if smallest_deviation < low:  # as in layers of pretrained models with normalization gains of nearly 0
                 small = (deviations < low).nonzero().squeeze(1)
-                sums.powers[:, small] = _sum_powers(points[:, small].to(self._origin) - self._origin[small])
+                differences = points[:, small].to(self._origin) - self._origin[small]
+                sums.powers[:, small] = torch.stack([differences.pow(power).sum(0) for power in range(1, 5)])
         self.power_sums = self.power_sums + sums.powers
         self._moments.update(sums.centered, sums.squared_distances, batch)
         wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
@@ -176,14 +176,25 @@ class Layer(Accumulator):
 
     @property
     def moments(self) -> FourthMoments:
-        """Moments of all points, computed at each access."""
-        return self._moments.compute_moments()
+        """Moments of all points, computed at each access. If all points are equal up to rounding, the scatter is 0."""
+        return _clear_rounding_errors(self._moments.compute_moments(), self._origin)
 
     @property
     def dimensions(self) -> DimensionMoments:
-        """Moments of each dimension, computed at each access, on the CPU."""
-        count = self._moments.counts.sum().cpu()
-        return DimensionMoments.about_mean(self._origin.cpu(), count, self.power_sums.cpu())
+        """Moments of each dimension, computed at each access, on the CPU; 0 where points are equal up to rounding."""
+        count, epsilon = (sums.cpu() for sums in (self._moments.counts.sum(), self._moments.epsilon))
+        dimensions = DimensionMoments.about_mean(self._origin.cpu(), count, self.power_sums.cpu())
+        variances, mean = dimensions.m2 / count, dimensions.mean
+        squares = mean.square() + (mean - self._origin.cpu()).square() / epsilon
+        is_constant = is_rounding(variances, squares, epsilon) | is_rounding(variances.sum(), squares.sum(), epsilon)
+        for sums in (dimensions.m2, dimensions.m3, dimensions.m4):
+            sums.masked_fill_(is_constant, 0)
+        return dimensions
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all points are equal up to rounding, computed at each access."""
+        return not self.dimensions.m2.any()
 
     def compute_spectra(self) -> dict[str, Tensor]:
         """Compute the singular values of the hidden states, `raw` and `centered`, `(d,)`, descending, on the CPU."""
@@ -201,27 +212,26 @@ class Layer(Accumulator):
         """
         spectra = self.compute_spectra() if spectra is None else spectra
         moments, dimensions, dim = self.moments, self.dimensions, len(self._origin)
-        variances, contributions = dimensions.variance(), self.cosine.contributions()
+        variances, deviations, kurtosis = dimensions.variance(), dimensions.deviation(), dimensions.kurtosis()
         # Rogue dimensions of pretrained models: the mean is many times the median deviation of all dimensions.
-        outliers = outlier_dimensions(dimensions.mean, 5, "median", reference=dimensions.deviation())
-        kurtosis = dimensions.kurtosis()
+        outliers = outlier_dimensions(dimensions.mean, 5, "median", reference=deviations)
         norms = self.norms.compute()
         measures: dict[str, float | Tensor] = {
             "tokens": float(moments.count),
-            **_compute_covariance_measures(isoscore_unbiased(moments), spectra["centered"]),  # checks the moments
-            "inter_sim": self.cosine.compute(),
-            "mean_direction_norm": self.cosine.mean_direction_norm(),
+            **_compute_covariance_measures(float_or_nan(lambda: isoscore_unbiased(moments)), spectra["centered"]),
+            "inter_sim": float_or_nan(self.cosine.compute),
+            "mean_direction_norm": float_or_nan(self.cosine.mean_direction_norm),
             "average_norm": norms.average,
             "mean_vector_norm": norms.mean_vector,
             "norm_ratio": norms.ratio,
-            "rank_me": rank_me(spectra["raw"]),
+            "rank_me": float_or_nan(lambda: rank_me(spectra["raw"])),
             "alpha_req_r_squared": _fit_power_law(spectra["centered"].square()).r_squared,
             "largest_variance_share": top_share(variances),
             "top_5_variance_share": top_share(variances, min(5, dim)),
-            "top_1_cosine_share": top_share(contributions),
-            "top_5_cosine_share": top_share(contributions, min(5, dim)),
-            "outlier_dimensions": float(len(outliers)),
-            "largest_kurtosis": kurtosis.nan_to_num(0).max(),
+            "top_1_cosine_share": float_or_nan(lambda: top_share(self.cosine.contributions())),
+            "top_5_cosine_share": float_or_nan(lambda: top_share(self.cosine.contributions(), min(5, dim))),
+            "outlier_dimensions": len(outliers) if deviations.quantile(0.5) > 0 else math.nan,
+            "largest_kurtosis": kurtosis.nanquantile(1),
             "mean_kurtosis": kurtosis.nanmean(),
         }
         if self.types is not None:
@@ -229,7 +239,8 @@ class Layer(Accumulator):
             measures["intra_sim"] = self.types.inter_sim().nanmean()
             measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
         if self._moments.has_sentences:
-            measures[SCORE_BY_SENTENCE] = _compute_sentence_score(self._moments.compute_sentence_moments())
+            score = self._moments.compute_sentence_moments().score
+            measures[SCORE_BY_SENTENCE] = math.nan if self.is_constant else float_or_nan(score)
         if self._kurtosis is not None:
             token_kurtosis = self._kurtosis.compute()
             measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
@@ -237,7 +248,8 @@ class Layer(Accumulator):
         if massive is not None:
             measures |= {"massive_activations": massive.count, "largest_activation_ratio": massive.largest_ratio}
         replicates = self.compute_replicates() if replicates is None else replicates
-        return {**{name: float(value) for name, value in measures.items()}, **_compute_jackknife_errors(replicates)}
+        errors = {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "tokens"}
+        return {**{name: float(value) for name, value in measures.items()}, **errors}
 
     def find_massive_activations(self) -> MassiveActivationsSummary | None:
         """Return the massive activations, or None if the settings leave them out."""
@@ -265,52 +277,45 @@ class Layer(Accumulator):
             *MEASURES_WITH_ERROR,
             *(COVARIANCE_MEASURES_WITH_ERROR if self.settings.scatter_by_group else ()),
         ]
-        try:
-            estimates = self._compute_without_each_group() if (self._groups.count > 0).all() else []
-        except UserError:  # a measure is not defined without one of the groups
-            estimates = []
+        estimates = self._compute_without_each_group(self._groups) if (self._groups.count > 0).all() else []
         replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
         # A measure is NaN if it is not defined, such as the power law of few dimensions.
         replicates = {name: values if all(map(math.isfinite, values)) else [] for name, values in replicates.items()}
         if self._moments.has_sentences and self.settings.scatter_by_group:
             sentence_moments = self._moments.compute_sentence_moments_without_each_group()
-            scores = [_compute_sentence_score(moments) for moments in sentence_moments]
-            is_defined = all(self._moments.count_sentences()) and all(map(math.isfinite, scores))
+            scores = [float_or_nan(moments.score) for moments in sentence_moments]
+            is_defined = all((*self._moments.count_sentences(), not self.is_constant, *map(math.isfinite, scores)))
             replicates[SCORE_BY_SENTENCE] = scores if is_defined else []
         return replicates
 
-    def _compute_without_each_group(self) -> list[dict[str, float]]:
+    def _compute_without_each_group(self, groups: GroupedPoints) -> list[dict[str, float]]:
         """Compute, for each group, the measures that have a standard error from the points of all other groups."""
-        assert self._groups is not None
         estimates: list[dict[str, float]] = [
             {"tokens": float(others.count), "inter_sim": others.inter_sim, "average_norm": others.average_norm}
-            for others in self._groups.merge_others().compute()
+            for others in groups.merge_others().compute()
         ]
         if self.settings.scatter_by_group:
             for measures, (mean_vector, score, spectrum) in zip(estimates, self._summarize_others(), strict=True):
                 measures |= _compute_covariance_measures(score, spectrum)
-                measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / measures["average_norm"]}
+                norm = measures["average_norm"]
+                measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / norm if norm else 0.0}
         return estimates
 
     def _summarize_others(self) -> Iterator[tuple[float, float, Tensor]]:
         """Yield, for each group, the norm of the mean, the unbiased IsoScore and the spectrum of all other points.
 
-        The spectrum has the singular values of the centered points, `(d,)`, descending, on the CPU. Raises a
-        `UserError` if a score is not defined.
+        The spectrum has the singular values of the centered points, `(d,)`, descending, on the CPU. A score that is not
+        defined is NaN.
         """
 
         def summarize(*sums: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-            moments = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
-            variance, squared_mean = moments.scatter.trace() / (moments.count - 1), moments.mean.square().sum()
-            is_undefined = is_rounding(variance, squared_mean, moments.epsilon)
-            score = torch.where(is_undefined, torch.nan, unchecked_isoscore_unbiased(moments))
-            return moments.state_dict(), squared_mean.sqrt(), score
+            about_mean = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
+            moments = _clear_rounding_errors(about_mean, self._origin)
+            return moments.state_dict(), moments.mean.square().sum().sqrt(), unchecked_isoscore_unbiased(moments)
 
         for sums in self._moments.sum_without_each_group():
             states, *columns = torch.vmap(summarize)(*sums)
             mean_vectors, scores = torch.stack(columns).tolist()
-            if not all(map(math.isfinite, scores)):
-                raise UserError("the unbiased IsoScore is not defined without one of the groups")
             eigenvalues = torch.linalg.eigvalsh(states["scatter"]).flip(1)
             spectra = []
             for group, group_eigenvalues in enumerate(eigenvalues):
@@ -322,35 +327,25 @@ class Layer(Accumulator):
             yield from zip(mean_vectors, scores, torch.stack(spectra).cpu(), strict=True)
 
 
-def _sum_powers(differences: Tensor) -> Tensor:
-    """Return the sums of the first to the fourth powers of differences `(n, d)` in each dimension, `(4, d)`."""
-    return torch.stack([differences.pow(power).sum(0) for power in range(1, 5)])
+def _clear_rounding_errors(moments: FourthMoments, origin: Tensor) -> FourthMoments:
+    """Set the scatter matrix to 0 if points, summed about an origin, are equal up to rounding; return the moments."""
+    variance, epsilon = moments.scatter.trace() / (moments.count - 1), moments.epsilon
+    squares = moments.mean.square() + (moments.mean - origin).square() / epsilon  # the sums are rounded, too
+    moments.scatter = torch.where(is_rounding(variance, squares.sum(), epsilon), 0, moments.scatter)
+    return moments
 
 
-def _compute_jackknife_errors(replicates: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return jackknife standard errors as `<name>_error` from `Layer.compute_replicates`; NaN without replicates."""
-    return {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "tokens"}
-
-
-def _compute_covariance_measures(unbiased_score: float | Tensor, centered_spectrum: Tensor) -> dict[str, float]:
+def _compute_covariance_measures(unbiased_score: float, centered_spectrum: Tensor) -> dict[str, float]:
     """Compute the measures of the covariance of points from their score and their centered singular values `(d,)`."""
     variances = centered_spectrum.square()
-    ratio = float(participation_ratio(variances))
     return {
-        "isoscore": (ratio - 1) / (len(variances) - 1),
-        "isoscore_unbiased": float(unbiased_score),
-        "effective_rank": float(effective_rank(centered_spectrum)),
-        "participation_ratio": ratio,
-        "nesum": float(nesum(variances)),
+        "isoscore": float_or_nan(lambda: (participation_ratio(variances) - 1) / (len(variances) - 1)),
+        "isoscore_unbiased": unbiased_score,
+        "effective_rank": float_or_nan(lambda: effective_rank(centered_spectrum)),
+        "participation_ratio": float_or_nan(lambda: participation_ratio(variances)),
+        "nesum": float_or_nan(lambda: nesum(variances)),
         "alpha_req": _fit_power_law(variances).alpha,
     }
-
-
-def _compute_sentence_score(moments: SentenceMoments) -> float:
-    try:
-        return moments.score().item()
-    except UserError:
-        return math.nan
 
 
 def _fit_power_law(variances: Tensor) -> PowerLaw:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
 from istar.files.outputs import Output
+from istar.files.writing import replace_nested
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName, read_earlier
@@ -66,19 +67,20 @@ def measure_model(
 ) -> Measurements:
     """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
-    An interrupted pass resumes from the state that it has saved in `out`. With several processes, only rank 0 returns
-    measures of the hidden states. A length of 0 in `settings` means the model's longest input, 512 at most, or 512 if
-    the model takes inputs of any length. `revision` is a branch, tag or commit on the hub. `dtype`, a key of
-    `WEIGHT_DTYPES`, is for the weights; statistics are at least float32. `device` is a name such as cuda:1, or `auto`:
-    the GPU if there is one, else the CPU; or the arguments of `from_pretrained` that place each layer. A console
-    shows a progress bar, and the memory of a large pass. `command` is recorded in the measures.
+    An interrupted pass resumes from the state that it has saved in `out`; `measures_file.discard_state` deletes it once
+    the result is on disk. With several processes, only rank 0 returns measures of the hidden states. A length of 0 in
+    `settings` means the model's longest input, 512 at most, or 512 if the model takes inputs of any length. `revision`
+    is a branch, tag or commit on the hub. `dtype`, a key of `WEIGHT_DTYPES`, is for the weights; statistics are at
+    least float32. `device` is a name such as cuda:1, or `auto`: the GPU if there is one, else the CPU; or the arguments
+    of `from_pretrained` that place each layer. A console shows a progress bar, the memory of a large pass, and which
+    embeddings are not finite: they have NaN for all measures. `command` is recorded in the measures.
 
     If the measurements in `out`, or one of the `earlier` ones, are of the same model (see `hash_model`), settings,
     dtype and texts, they are returned with the new names instead, and the console says so. `folder` is where the model
     is loaded from, if that is not `name`.
 
-    Raises a `UserError` if the model or a text cannot be read, or an argument does not fit the model or the machine,
-    and an `OtherModelError` if `out` contains the measures of another model.
+    Raises a `UserError` if the model or a text cannot be read, an argument does not fit the model or the machine, or
+    if hidden states are not finite, and an `OtherModelError` if `out` contains the measures of another model.
     """
     # transformers takes seconds to import, and pages of measured models do without it.
     from istar.inputs.embedding_matrix import read_untied_output
@@ -91,8 +93,7 @@ def measure_model(
     input_device = find_input_device(model)
     if input_device.type == "cpu":
         keep_freed_memory()
-    # The encoder lacks a head, so the output embeddings are read separately: before the pass, which may take hours, so
-    # that a failure shows early.
+    # The encoder lacks a head, so the output embeddings are read separately.
     output_matrix = read_untied_output(config)
     settings = _resolve_length(settings, model)
     weights = hash_weights(model, output_matrix)
@@ -118,21 +119,27 @@ def measure_model(
     )
     if console is not None and (size > 1e9 or not isinstance(device, str)):
         console.print(line, highlight=False, soft_wrap=True)
+    # All that does not need the pass, which may take hours, is measured before it, so that a failure shows early.
+    norm = reader.taps.norm
+    with hold_weights(norm):
+        gain_and_bias = None if norm is None else norm_parameters(norm, text_config.hidden_size)
+    final_norm = None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias))
+    weight = read_parameter(model.get_input_embeddings(), "weight")
+    embeddings = {"input": measure_rows(weight, "input", console)}
+    if output_matrix is not None:
+        embeddings["output"] = measure_rows(output_matrix.values.to(input_device), "output", console)
+    rows = {side: summary for side, (_, summary) in embeddings.items() if summary}
     try:
         summaries = reader(sources, lambda statistics: summarize_source(statistics, tokenizer), console)
     except NonFiniteError as error:
         if dtype != "float16":
             raise
         raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bf16") from error
-    norm = reader.taps.norm
-    with hold_weights(norm):
-        gain_and_bias = None if norm is None else norm_parameters(norm, text_config.hidden_size)
-    matrix_by_side = {"input": read_parameter(model.get_input_embeddings(), "weight")}
-    if output_matrix is not None:
-        matrix_by_side["output"] = output_matrix.values.to(input_device)
-    spectra_by_side = {side: decompose_rows(matrix) for side, matrix in matrix_by_side.items()}
     # The last summary covers all texts together.
     token_counts = list(summaries.values())[-1]["token_counts"] if summaries else None
+    for summary in rows.values():
+        if token_counts is not None and max(summary["ids"]) < len(token_counts):
+            summary["counts"] = token_counts[summary["ids"]].tolist()
     by_source: dict[str, Any] = {
         field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
     }
@@ -146,12 +153,10 @@ def measure_model(
         weights=weights,
         identity=identity,
         settings=all_settings,
-        matrices={side: measure_forms(matrix, spectra_by_side[side]) for side, matrix in matrix_by_side.items()},
-        final_norm=None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias)),
+        matrices={side: forms for side, (forms, _) in embeddings.items()},
+        final_norm=final_norm,
         text_hashes=text_hashes,
-        rows={
-            side: summarize_rows(matrix, spectra_by_side[side], token_counts) for side, matrix in matrix_by_side.items()
-        },
+        rows=rows,
         readings={source: asdict(reading) for source, reading in reader.readings.items()},
         processes=reader.num_processes,
         command=command,
@@ -245,21 +250,32 @@ def describe_activations(
     ]
 
 
+def measure_rows(matrix: Tensor, side: str, console: Console | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the results of `measure_forms` and `summarize_rows` for embeddings `(n, d)`; NaN and {} if not finite."""
+    try:
+        spectra = decompose_rows(matrix)
+        return measure_forms(matrix, spectra), summarize_rows(matrix, spectra)
+    except NonFiniteError as error:
+        if console is not None:
+            console.print(f"warning: the {side} embeddings get no measures: {error}", soft_wrap=True)
+        forms = measure_forms(zeros := torch.zeros_like(matrix), decompose_rows(zeros))
+        return replace_nested(forms, lambda value: isinstance(value, float), math.nan), {}
+
+
 @torch.no_grad()
-def summarize_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum], counts: Tensor | None = None) -> dict[str, Any]:
+def summarize_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum]) -> dict[str, Any]:
     """Compute the histogram of the norms of rows `(n, d)`, and a two-dimensional projection of evenly spaced rows.
 
-    `spectra` is the result of `decompose_rows`. `counts`, `(n,)`, is how often each token occurs in the texts, or None
-    if unknown. The result has the histogram `norms`, the `ids` of the projected rows, their `counts` if known, and
-    their coordinates by axis, `raw` and `centered`.
+    `spectra` is the result of `decompose_rows`. The result has the histogram `norms`, the `ids` of the projected rows,
+    and their coordinates by axis, `raw` and `centered`.
     """
-    norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)])
-    bin_counts, edges = np.histogram(norms.cpu().numpy(), bins=40)
-    projection = project_rows(matrix, spectra)
-    summary: dict[str, Any] = {"norms": {"edges": round_digits(edges), "counts": bin_counts.tolist()}}
-    if counts is not None and len(counts) >= len(matrix):
-        summary["counts"] = counts.cpu()[projection["ids"]].long().tolist()
-    return summary | projection
+    norms = torch.cat([row_norms(block) for block in upcast_blocks(matrix)]).cpu().numpy()
+    low, high = norms.min(), norms.max()
+    # A range of rounding errors, as of normalized rows, is not divided into bins.
+    ends = (0.9 * low, 1.1 * high) if high - low <= 1e-6 * high else (low, high)
+    bin_counts, edges = np.histogram(norms, bins=40, range=ends)
+    histogram = {"edges": round_digits(edges), "counts": bin_counts.tolist()}
+    return {"norms": histogram, **project_rows(matrix, spectra)}
 
 
 def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:
@@ -285,7 +301,8 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
     """
     dimensions = layer.dimensions
     mean, deviation = dimensions.mean, dimensions.deviation()
-    mean_by_typical_deviation = mean / deviation.quantile(0.5)
+    typical_deviation = deviation.quantile(0.5)
+    mean_by_typical_deviation = mean / torch.where(typical_deviation > 0, typical_deviation, math.nan)
     variance_share = deviation.square() / deviation.square().sum()
     return [
         {

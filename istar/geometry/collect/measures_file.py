@@ -1,9 +1,7 @@
 """The measures of a model: their files `measures.json` and `measures.csv`, and the 95% intervals of the measures."""
 
-import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,8 +10,9 @@ import pandas as pd
 from scipy import special
 
 from istar.errors import UserError
+from istar.files.outputs import STATE_FOLDER
 from istar.files.parsing import find_mismatch, read_record
-from istar.files.writing import to_csv
+from istar.files.writing import replace_nested, to_csv, to_json
 from istar.records.metric_names import COMBINED
 
 T = TypeVar("T")
@@ -95,7 +94,7 @@ class Measurements:
     # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
     replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
-    # `measure.summarize_rows` of each embedding matrix.
+    # `measure.summarize_rows` of each embedding matrix, and `counts`, how often each token occurs in the texts.
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`.
     readings: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -124,8 +123,7 @@ class Measurements:
 
 def file_contents(measured: Measurements) -> dict[str, str]:
     """Return the contents of `measures.json` and `measures.csv` by file name."""
-    # JSON cannot represent NaN.
-    json_text = json.dumps(_replace_nested(asdict(measured), _is_undefined, None), indent=1, allow_nan=False)
+    json_text = to_json(asdict(measured))
     # Put each list of numbers on one line. JSON strings contain no line breaks, so the pattern matches no string.
     json_text = re.sub(r"\[\n[-+\d.enul,\s]+\]", lambda match: " ".join(match[0].split()), json_text)
     csv_frame = layer_frame(measured)
@@ -161,19 +159,6 @@ def load_measurements(folder: str | Path = "geometry") -> pd.DataFrame:
     return layer_frame(read_measurement(Path(folder, JSON_FILE)))
 
 
-def _is_undefined(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _replace_nested(value: Any, is_replaced: Callable[[Any], bool], substitute: Any) -> Any:
-    """Return a copy of nested dictionaries and lists, with `substitute` for each value that `is_replaced` accepts."""
-    if isinstance(value, dict):
-        return {key: _replace_nested(item, is_replaced, substitute) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replace_nested(item, is_replaced, substitute) for item in value]
-    return substitute if is_replaced(value) else value
-
-
 def read_measurement(path: Path) -> Measurements:
     """Read the measures of a model from `measures.json`; undefined numbers, null in the file, become NaN.
 
@@ -183,7 +168,7 @@ def read_measurement(path: Path) -> Measurements:
         contents = read_record(path, dict[str, Any], "a file of measures", MEASUREMENT_FORMAT)
         for name in _NUMBER_FIELDS:
             if contents.get(name) is not None:
-                contents[name] = _replace_nested(contents[name], lambda value: value is None, math.nan)
+                contents[name] = replace_nested(contents[name], lambda value: value is None, math.nan)
         if mismatch := find_mismatch(contents, Measurements, "its content"):
             raise UserError(f"{path} is not a file of measures that istar wrote: {mismatch}")
     except UserError as error:
@@ -207,6 +192,12 @@ def read_earlier(out: Path, model: ModelName, identity: str) -> Measurements | N
     if first != other and earlier.identity != identity:
         raise OtherModelError(out, earlier_model, model)
     return earlier
+
+
+def discard_state(out: Path) -> None:
+    """Delete the state of the pass of `measure_model` in an output folder; call this once the result is on disk."""
+    for path in (out / STATE_FOLDER).glob("pass.*"):
+        path.unlink(missing_ok=True)
 
 
 def t_quantile(degrees: int) -> float:

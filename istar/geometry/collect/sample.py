@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import UserError, float_or_nan
 from istar.measures import (
     Accumulator,
     CosineContributions,
@@ -115,7 +115,7 @@ class Sample(Accumulator):
             "sample_inter_sim_without_top_5": lambda: _compute_cosine_without_top(points, 5),
             "sample_inter_sim_standardized": lambda: standardized_cosine(points),
         }
-        return {name: _float_or_nan(function) for name, function in function_by_name.items()}
+        return {name: float_or_nan(function) for name, function in function_by_name.items()}
 
     def estimate_gride(self, tap: str) -> list[ScaleDimension]:
         """Estimate the intrinsic dimension at a tap by scale with Gride; empty if too few points are distinct.
@@ -158,11 +158,3 @@ def _compute_cosine_without_top(points: Tensor, num_dimensions: int) -> Tensor:
     """Compute InterSim of points `(n, d)` without the `num_dimensions` dimensions that contribute most."""
     contributions = CosineContributions(points.shape[1]).update(points)
     return cosine_without_dimensions(points, contributions.top_dimensions(num_dimensions))
-
-
-def _float_or_nan(function: Callable[[], Tensor]) -> float:
-    """Return the result of a function as a float, or NaN if it raises `UserError` because the value is not defined."""
-    try:
-        return float(function())
-    except UserError:
-        return math.nan

@@ -20,7 +20,7 @@ from istar.inputs.pretrained import load_tokenizer
 from istar.inputs.tokenizing import tokenize_parts
 from istar.measures.alignment import cka, cka_with_error
 from istar.measures.jackknife import ValueWithError
-from istar.measures.numerics import full_precision
+from istar.measures.numerics import accumulation_dtype, full_precision, is_rounding
 from istar.records.config import ModelConfig
 
 _MIN_DOCUMENTS = 4
@@ -103,7 +103,8 @@ def compute_mean_states(
         inputs = {name: values.to(taps.device) for name, values in inputs.items()}
         with full_precision(taps.device), torch.inference_mode():
             for tap, states in taps(inputs).items():
-                pooled = (weights[:, None].to(states.device) @ states.float())[:, 0].cpu()
+                dtype = accumulation_dtype(states.device)  # the mean of equal states is equal to them
+                pooled = (weights[:, None].to(states.device, dtype) @ states.to(dtype))[:, 0].float().cpu()
                 means.setdefault(tap, pooled.new_empty(len(first_blocks), pooled.shape[1]))[list(indices)] = pooled
         advance(len(indices))
     return means
@@ -111,9 +112,9 @@ def compute_mean_states(
 
 def _make_averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
     """Return weights `(blocks, width)` that average over the tokens of each block, without special tokens."""
-    mask = torch.zeros(len(blocks), width, device="cpu")
+    mask = torch.zeros(len(blocks), width, dtype=torch.float64, device="cpu")
     for index, block in enumerate(blocks):
-        mask[index, : len(block.tokens)] = 1 - torch.tensor(block.is_special, device="cpu").float()
+        mask[index, : len(block.tokens)] = 1 - torch.tensor(block.is_special, device="cpu").double()
     return mask / mask.sum(1, keepdim=True)
 
 
@@ -183,7 +184,9 @@ def _compare_layers(
 
 
 def _compute_cka(first: Tensor, second: Tensor, has_error: bool = False) -> ValueWithError:
-    """Return CKA, with its standard error if `has_error`; NaN where `cka` is undefined."""
+    """Return CKA, with its standard error if `has_error`; NaN where `cka` is undefined, or states are constant."""
+    if any(is_rounding(x.double().var(0).sum(), x.double().mean(0).square().sum()) for x in (first, second)):
+        return ValueWithError(math.nan, math.nan)
     try:
         return cka_with_error(first, second, _NUM_GROUPS) if has_error else ValueWithError(cka(first, second), math.nan)
     except UserError:

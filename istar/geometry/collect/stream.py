@@ -15,14 +15,15 @@ from rich.markup import escape
 from rich.progress import Progress
 from torch import Tensor
 
-from istar.drawing.terminal import make_progress
-from istar.errors import UserError
+from istar.drawing.terminal import make_console, make_progress
+from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.token_batch import TokenBatch
+from istar.inputs.archives import load_archive
 from istar.inputs.corpus import Block, Blocks, Reading, Source, sorted_windows, split_into_batches
-from istar.measures.numerics import accumulation_dtype
+from istar.measures.numerics import accumulation_dtype, check_finite
 from istar.records.metric_names import COMBINED
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ UPDATE_BYTES = 2**28
 """Maximum memory of their hidden states in float32, over all taps, unless a batch has more."""
 ORIGIN_BLOCKS = 4
 """Number of blocks at the beginning of each source to average for the origin of a layer's sums."""
+SECONDS_TO_WAIT_FOR_FILES = 120.0
+"""Longest time until a network disk shows a file that another process has written."""
 _STATE_FORMAT = 8
 """Version of the layout of a state file. Files of other versions are ignored."""
 
@@ -53,7 +56,7 @@ class Stream:
 
     The model must be without a head, in eval mode, and on its devices. Statistics are where the hidden states are. The
     names of the state files start with the name of `state_path`; None saves no state. `identity` is a hash of
-    everything that the result depends on; a state file with another identity is ignored.
+    everything that the result depends on; a file with another identity is not used. The caller deletes the files.
 
     Attributes:
         taps: reads the model's hidden states.
@@ -73,7 +76,8 @@ class Stream:
         state_path: Path | None = None,
         identity: str = "",
     ) -> None:
-        self.settings, self._state_path, self._identity = settings, state_path, identity
+        self.settings, self._identity = settings, identity
+        self._saves_state, self._state_path = state_path is not None, state_path or Path("state")
         is_distributed = dist.is_available() and dist.is_initialized()
         self._rank, self.num_processes = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
         if self.num_processes > 1 and state_path is None:
@@ -122,9 +126,6 @@ class Stream:
             for reading in self.readings.values():
                 combined_reading.add(reading)
             self.readings[COMBINED] = combined_reading
-        if self._state_path is not None and self._rank == 0:
-            for path in self._state_path.parent.glob(f"{self._state_path.name}.*"):
-                path.unlink()
         return results
 
     def _read_source(self, source: Source, source_index: int, progress: Progress) -> CorpusStatistics:
@@ -135,8 +136,8 @@ class Stream:
         statistics, num_blocks_done, num_tokens_done = self._create_statistics(), 0, 0
         reading = self.readings[source.name] = Reading()
         earlier_seconds, self._reader.forward_seconds = 0.0, 0.0
-        saved_state = self._load_state(source_index, self._rank)
-        if saved_state is not None:
+        path = self._find_state_path(source_index, self._rank)
+        if (saved_state := self._load_state(path)) is not None:
             statistics.load_state_dict(saved_state["statistics"])
             num_blocks_done, num_tokens_done = saved_state["blocks"], saved_state["tokens"]
             earlier_seconds, self._reader.forward_seconds = saved_state["seconds"], saved_state["forward_seconds"]
@@ -145,7 +146,7 @@ class Stream:
         start = last_save = time.monotonic()
 
         def save_state() -> None:
-            if self._state_path is not None:
+            if self._saves_state:
                 state = {
                     "format": _STATE_FORMAT,
                     "identity": self._identity,
@@ -155,7 +156,7 @@ class Stream:
                     "seconds": earlier_seconds + time.monotonic() - start,
                     "forward_seconds": self._reader.forward_seconds,
                 }
-                with atomic_write(self._get_state_path(source_index, self._rank)) as file:
+                with atomic_write(path) as file:
                     torch.save(state, file)
 
         task = progress.add_task(escape(source.name), total=None, completed=num_tokens_done)
@@ -169,7 +170,8 @@ class Stream:
 
         self._reader.advance = advance
         rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
-        for batches in _join_batches(rank_batches, self._compute_max_update_tokens()):
+        max_tokens = min(UPDATE_TOKENS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
+        for batches in _join_batches(rank_batches, max_tokens):
             numbered_blocks = [numbered_block for batch in batches for numbered_block in batch]
             # The source's index makes the samples of different sources independent.
             block_keys = [(source_index << 32) + index for _, index, _ in numbered_blocks]
@@ -182,7 +184,7 @@ class Stream:
         reading.seconds = earlier_seconds + time.monotonic() - start
         save_state()
         if self.num_processes > 1:
-            self._merge_ranks(source_index, statistics)
+            self._merge_ranks(source_index, statistics, num_blocks_done)
         reading.forward_seconds = self._reader.forward_seconds
         # The text may have fewer tokens than the limit.
         description = f"computing the measures of {escape(source.name)}"
@@ -230,12 +232,12 @@ class Stream:
         """Return the number of tokens of a block that the statistics include."""
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
-    def _merge_ranks(self, source_index: int, statistics: CorpusStatistics) -> None:
-        dist.barrier()
+    def _merge_ranks(self, source_index: int, statistics: CorpusStatistics, num_blocks_done: int) -> None:
+        blocks_by_rank = torch.arange(self.num_processes).eq(self._rank) * num_blocks_done
+        dist.all_reduce(blocks_by_rank)
         if self._rank == 0:
             for rank in range(1, self.num_processes):
-                saved_state = self._load_state(source_index, rank)
-                assert saved_state is not None
+                saved_state = self._wait_for_state(self._find_state_path(source_index, rank), int(blocks_by_rank[rank]))
                 rank_statistics = self._create_statistics()
                 rank_statistics.load_state_dict(saved_state["statistics"])
                 statistics.merge(rank_statistics)
@@ -266,10 +268,8 @@ class Stream:
         states = self._reader.compute_states(inputs, masks, rows)
         for tap, tap_states in states.items():
             statistics.layers[tap].update(tap_states, tokens_by_device[tap_states.device])
+            check_finite(statistics.layers[tap].power_sums, f"the hidden states at {tap}, or their fourth powers,")
         statistics.sample.update(block_keys, num_tokens.tolist(), token_ids, states, rows)
-
-    def _compute_max_update_tokens(self) -> int:
-        return min(UPDATE_TOKENS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
         """Compute the origins of the sums of each layer, `(d,)` by tap: means over the beginnings of all sources.
@@ -285,6 +285,7 @@ class Stream:
                 states = self._reader.compute_states([inputs], [is_included], rows)
                 num_tokens += len(rows)
                 for tap, tap_states in states.items():
+                    check_finite(tap_states, f"the hidden states at {tap}")
                     sum_by_tap[tap] = sum_by_tap[tap] + tap_states.cpu().sum(0, dtype=torch.float64)
         origins = {tap: tap_sum / max(num_tokens, 1) for tap, tap_sum in sum_by_tap.items()}
         if self.num_processes > 1:
@@ -296,22 +297,39 @@ class Stream:
     def _create_statistics(self) -> CorpusStatistics:
         return CorpusStatistics(self._config, self.settings, self._origins)
 
-    def _get_state_path(self, source_index: int, rank: int) -> Path:
-        assert self._state_path is not None
+    def _find_state_path(self, source_index: int, rank: int) -> Path:
         return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self.num_processes}")
 
-    def _load_state(self, source_index: int, rank: int) -> dict[str, Any] | None:
-        """Load a rank's state of a source, or return None if it is missing, damaged, or of another pass or format."""
-        if self._state_path is None:
-            return None
+    def _load_state(self, path: Path) -> dict[str, Any] | None:
+        """Return a saved state; None if it is missing or, with a warning, if it cannot be used."""
         try:
-            state = torch.load(self._get_state_path(source_index, rank), map_location="cpu", weights_only=True)
-        except Exception:  # a missing, truncated or foreign file can raise any exception
+            return self._read_state(path) if self._saves_state and path.exists() else None
+        except UserError as error:
+            make_console(stderr=True).print(f"warning: the text is read from its beginning: {error}", soft_wrap=True)
             return None
-        is_usable = (
-            isinstance(state, dict) and state.get("format") == _STATE_FORMAT and state.get("identity") == self._identity
-        )
-        return state if is_usable else None
+
+    def _read_state(self, path: Path, num_blocks: int | None = None) -> dict[str, Any]:
+        """Read a state of this pass, after `num_blocks` if given; raise a `UserError` if the file has no such state."""
+        try:
+            state = load_archive(path)
+        except Exception as error:  # a missing, truncated or foreign file can raise any exception
+            raise UserError(f"{path} cannot be read: {shorten(error) or type(error).__name__}") from error
+        if not isinstance(state, dict) or state.get("format") != _STATE_FORMAT:
+            raise UserError(f"{path} is of another version of istar")
+        if state.get("identity") != self._identity or num_blocks not in (None, state["blocks"]):
+            raise UserError(f"{path} is of another model, text, setting, device or time")
+        return state
+
+    def _wait_for_state(self, path: Path, num_blocks: int) -> dict[str, Any]:
+        """Read what another process has saved; a network disk may show it late."""
+        deadline = time.monotonic() + SECONDS_TO_WAIT_FOR_FILES
+        while True:
+            try:
+                return self._read_state(path, num_blocks)
+            except UserError as error:
+                if time.monotonic() >= deadline:
+                    raise UserError(f"{error}; expected a folder that all processes see; call istar again") from error
+            time.sleep(1.0)
 
 
 class _NumberedBlock(NamedTuple):

@@ -97,6 +97,7 @@ def _measure_checkpoint(
     if label := next(same_weights, ""):
         _print_line(console, f"warning: {checkpoint.label} has the same weights as {label}")
     output.write({name: text.encode() for name, text in measures_file.file_contents(measured).items()})
+    measures_file.discard_state(output.folder)
     return measured
 
 

@@ -102,12 +102,13 @@ def choose_labels(arguments: Sequence[ModelArgument], names: Sequence[str], noun
 
 def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Measurements]) -> list[MeasuredModel]:
     """Give the measurements of each model a distinct label, by default its name and its revision, if it has one."""
-    names = []
-    for measured in measurements:
-        name, revision = shorten_model_name(measured.model["name"]), measured.model.get("revision")
-        names.append(f"{name} at {revision}" if revision else name)
-    labels = choose_labels(arguments, names)
+    labels = choose_labels(arguments, [name_model(measured.model) for measured in measurements])
     return [MeasuredModel(label, measured) for label, measured in zip(labels, measurements, strict=True)]
+
+
+def name_model(model: Mapping[str, Any]) -> str:
+    """Return the short name of `Measurements.model`, with its revision if it has one."""
+    return shorten_model_name(model["name"]) + (f" at {model['revision']}" if model.get("revision") else "")
 
 
 def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:

@@ -94,6 +94,7 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     contents[CARD_FILE] = _make_card(label, measured).encode()
     # The measures, which may have taken hours, are saved before anything is drawn.
     page_folder.page_output(out, MODEL_KIND).write(contents)
+    measures_file.discard_state(out)
     model = MeasuredModel(label, measured)
     return _write(PageContent(MODEL_KIND, [model], command=measured.command), out, contents)
 

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from istar.geometry.collect.measures_file import FINAL_NORM, Measurements
 from istar.geometry.show import compare
-from istar.geometry.show.compare import MeasuredModel, list_names
+from istar.geometry.show.compare import MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.measures.catalogue import MEASURES, Measure
 
@@ -24,13 +24,22 @@ _COMPARED = [measure for measure in MEASURES if measure.compared]
 
 
 def find_flags(measured: Measurements) -> list[str]:
-    """Return a line on each unusual measure over all texts together, the most unusual first.
+    """Return a line on what cannot be measured, and one on each unusual measure of all texts, the most unusual first.
 
     A measure is as unusual as its excess: the ratio of the value to its bound, or the inverse if small values are
     unusual.
     """
     flags = [flag for measure in MEASURES if measure.flag and (flag := _check_measure(measure, measured))]
-    return [line for _, line in sorted(flags, key=itemgetter(0), reverse=True)]
+    return _describe_undefined(measured) + [line for _, line in sorted(flags, key=itemgetter(0), reverse=True)]
+
+
+def _describe_undefined(measured: Measurements) -> list[str]:
+    """Return why layers with a norm have no measures of their variance, and embedding matrices have no measures."""
+    norms, ratios = (_find_values(measured, name) for name in ("average_norm", "participation_ratio"))
+    equal = [name_layer(layer) for layer, norm in norms.items() if norm >= 0 and math.isnan(ratios[layer])]
+    lines = [f"All hidden states of {join_names(equal)} are equal, and have no measures of variance."] if equal else []
+    matrices = [side for side, forms in measured.matrices.items() if math.isnan(forms["raw"]["average_norm"])]
+    return lines + [f"The {side} embeddings have values that are not finite, and so no measures." for side in matrices]
 
 
 def _check_measure(measure: Measure, measured: Measurements) -> tuple[float, str] | None:
@@ -47,9 +56,8 @@ def _check_measure(measure: Measure, measured: Measurements) -> tuple[float, str
         place = min(values, key=values.__getitem__)
         excess = measure.flag_at_most / max(values[place], _SMALLEST)
     else:
-        assert measure.flag_at_least is not None
         place = max(values, key=values.__getitem__)
-        excess = values[place] / measure.flag_at_least
+        excess = values[place] / (measure.flag_at_least or math.inf)
     if excess < 1:
         return None
     fields = {**measured.all_texts.get(place, {}), "value": values[place], "width": measured.width, "matrix": place}

@@ -168,7 +168,8 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
             make_spectrum_line(FORM_TITLES[form], measures["singular_values"], MATRIX_ROUNDING)
             for form, measures in forms.items()
         ]
-        spectra.append(Panel("singular value", lines, f"{side} embeddings"))
+        if lines := [line for line in lines if line.y]:
+            spectra.append(Panel("singular value", lines, f"{side} embeddings"))
     for side, rows in measured.rows.items():
         panels, explanation = make_projection_panels(rows, rows.get("counts"), f"{side} embeddings")
         projections += panels

@@ -39,7 +39,7 @@ def column_header(name: str) -> str:
 def _format_value(value: Any) -> str:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
-    return "none" if value is None else str(value)
+    return "none" if value is None else "" if value != value else str(value)  # NaN differs from itself
 
 
 def _make_entry(value: Any) -> Entry:

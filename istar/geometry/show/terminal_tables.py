@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
+from istar.drawing.page_tables import number_entry
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
@@ -37,7 +38,7 @@ def make_model_table(label: str, measured: Measurements) -> Table:
     num_tokens = next(iter(measures_by_tap.values()))["tokens"]
     title = f"{label} · {num_tokens:,.0f} tokens"
     matrix_texts = [
-        f"{side} embeddings {form.replace('_', '-')} {measures['partition_isotropy_both']:.4g}"
+        f"{side} embeddings {form.replace('_', '-')} {number_entry(measures['partition_isotropy_both']).text}"
         for side, forms in measured.matrices.items()
         for form, measures in forms.items()
     ]

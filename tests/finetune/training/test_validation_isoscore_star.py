@@ -58,6 +58,17 @@ def test_sigma_is_of_the_union_and_of_the_layer(setting, harness):
         ), name
 
 
+def test_a_layer_without_variance_has_no_score_and_the_others_stay(setting, harness):
+    expected, module = measure(setting, harness, setting.module()), setting.module()
+    with torch.no_grad():
+        norm = module.model.base_model.encoder.layer[-1].output.LayerNorm
+        norm.weight.zero_()
+        norm.bias.fill_(0.3)
+    isoscore_star = measure(setting, harness, module)
+    assert isoscore_star["layers"] == {**expected["layers"], "2": None}
+    assert 0 < isoscore_star["union"] < 1
+
+
 def test_sigma_has_the_points_of_a_random_sample(setting, harness):
     module, longest = setting.module(), max(setting.train["length"])
     sampled = measure(setting, harness, module, num_points=2_000)
