@@ -191,7 +191,7 @@ def find_base_model(model: nn.Module) -> nn.Module:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.
     """
     head_model: Any = find_head_model(model)
-    base_model: nn.Module = head_model.base_model
+    base_model: Any = head_model.base_model
     has_head = head_model.get_output_embeddings() is not None
     if base_model is head_model and has_head and not head_model.config.is_encoder_decoder:
         base_model = head_model.get_decoder()  # classes of Llama4 have another name for it than they declare
