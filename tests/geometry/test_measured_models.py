@@ -107,7 +107,11 @@ def test_the_encoder_of_an_encoder_decoder_is_measured_and_a_line_says_so(
 @pytest.mark.parametrize(
     ("name", "settings", "line"),
     [
-        ("clip", {"text_config": SHAPE, "vision_config": VISION}, "cannot process text alone: a CLIPModel reads pixel_values"),
+        (
+            "clip",
+            {"text_config": SHAPE, "vision_config": VISION},
+            "cannot process text alone: a CLIPModel reads pixel_values",
+        ),
         (
             "fsmt",
             {**SEQ2SEQ, "src_vocab_size": 120, "tgt_vocab_size": 120},

@@ -5,6 +5,8 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+from torch import Tensor
+
 from istar.drawing.rendering import render
 from istar.files.outputs import run_output
 from istar.files.writing import atomic_write, write_text
@@ -79,19 +81,23 @@ def _save_outputs(job: Job, record: RunRecord) -> None:
     """Write the predictions of the best epoch and, if requested, the submission, the geometry and the model."""
     if job.config.task.submission:
         _predict_and_write_submission(job)
-    # Of a sharded model, all processes compute the states and gather the weights together.
+    # Of a sharded model, all processes gather the weights and compute the states together.
+    weights = gather_weights(job.module.model) if job.config.run.save_model else None
+    if job.trainer.is_global_zero:
+        _write_predictions_and_model(job, record, weights)
+    # The geometry comes last, because it is undefined for states that are not finite.
     takes_part = job.trainer.is_global_zero or is_sharded_module(job.module.model)
     geometry = _measure_geometry(job) if takes_part and job.config.run.geometry else None
-    weights = gather_weights(job.module.model) if job.config.run.save_model else None
-    if not job.trainer.is_global_zero:
-        return
+    if geometry is not None and job.trainer.is_global_zero:
+        write_text(job.folder / results.GEOMETRY, json.dumps(geometry) + "\n")
+
+
+def _write_predictions_and_model(job: Job, record: RunRecord, weights: dict[str, Tensor] | None) -> None:
     for suffix, evaluation in job.history.best_evaluations.items():
         if not evaluation.predictions:
             continue  # language models have none
         path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
         results.write_predictions(path, evaluation.predictions)
-    if geometry is not None:
-        write_text(job.folder / results.GEOMETRY, json.dumps(geometry) + "\n")
     if job.config.run.save_model:
         output = run_output(job.folder)
         draft = output.make_draft()

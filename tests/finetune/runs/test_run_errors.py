@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from istar.errors import UserError
+from istar.errors import NonFiniteError, UserError
+from istar.finetune.runs import record
 from istar.finetune.runs.identify import identify
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner
@@ -31,16 +32,30 @@ def test_a_failing_training_is_told_and_goes_on(small: Build, monkeypatch: pytes
     monkeypatch.undo()
     [name] = folders_in(Path(config.run.root))
     folder = Path(config.run.root) / name
-    record = results.read_result(folder)
-    assert record.status == "failed"
-    assert record.error == "out of luck"
-    assert record.config == to_dict(config)
+    result = results.read_result(folder)
+    assert result.status == "failed"
+    assert result.error == "out of luck"
+    assert result.config == to_dict(config)
     assert folders_in(folder / "checkpoints") == ["step-2.ckpt", "step-3.ckpt"]
     assert not {"model", ".model", "predictions.jsonl", "geometry.json"} & set(folders_in(folder))
     resumed_record = run(config)
     assert resumed_record.status == "finished"
     assert folders_in(Path(config.run.root)) == [resumed_record.name] == [name]
     assert results.read_result(folder).status == "finished"
+
+
+def test_a_geometry_that_fails_leaves_predictions_and_model(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise NonFiniteError("the hidden states are not finite")
+
+    monkeypatch.setattr(record, "measure_validation_geometry", fail)
+    config = small("run.geometry=true", "run.save_model=true")
+    with pytest.raises(UserError, match="not finite"):
+        run(config)
+    [name] = folders_in(Path(config.run.root))
+    names = set(folders_in(Path(config.run.root) / name))
+    assert {"model", "predictions.jsonl"} <= names
+    assert "geometry.json" not in names
 
 
 def test_a_model_that_diverges_is_not_a_finished_run(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
