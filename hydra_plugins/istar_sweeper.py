@@ -61,11 +61,11 @@ class IstarSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         from istar.drawing.terminal import make_console
         from istar.errors import UserError, mask_secrets
-        from istar.finetune.runs import launch
+        from istar.finetune.runs import ranks
         from istar.finetune.sweeps.sweep import run_sweep
 
-        launch.fix_slurm_detection()
-        if launch.has_external_launcher():
+        ranks.fix_slurm_detection()
+        if ranks.has_external_launcher():
             raise UserError("-m starts the processes of its runs by itself; call it without torchrun or srun")
         if self.launcher is None:
             self._refuse_job_callbacks()

@@ -26,7 +26,7 @@ from torch.multiprocessing import start_processes
 
 import istar
 from istar.cli.main import train_main
-from istar.finetune.runs import launch
+from istar.finetune.runs import launch, ranks
 from istar.finetune.runs.forking import is_supported
 from istar.finetune.sweeps import pool
 
@@ -142,7 +142,7 @@ def _adopt_environment(environment: Mapping[str, str]) -> None:
     """Replace the environment by these variables, and set the rank that Lightning reads from them on import."""
     os.environ.clear()
     os.environ.update(environment)
-    rank_zero_only.rank = launch.find_rank(environment)  # type: ignore[attr-defined]
+    rank_zero_only.rank = ranks.find_rank(environment)  # type: ignore[attr-defined]
 
 
 def _forget_the_call() -> None:

@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, StoppedError, UserError, did_you_mean, explain_system_error
-from istar.finetune.runs import extras, launch
+from istar.finetune.runs import extras, launch, ranks
 from istar.finetune.runs.extras import fast_imports
 from istar.finetune.sweeps.trials import allow_options_without_key
 from istar.records.config import Config, schema
@@ -150,7 +150,7 @@ def start_run(settings: Config, trial: str | None) -> object:
     """Train in this process, or in new processes for a run of a sweep or with several devices; return the record."""
     if trial is not None:
         extras.require("sweep.trial", "sweep")
-    launch.fix_slurm_detection()
+    ranks.fix_slurm_detection()
     num_processes = launch.processes_to_start(settings.trainer)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return run_launched_job(settings, num_processes, trial)
@@ -207,7 +207,7 @@ def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
         # Hydra raises a plain ValueError for mistakes such as `task=null` on the command line, and for some in files.
         if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
             message = find_mistake_in_files(error) or f"{message} (HYDRA_FULL_ERROR=1 shows where)"
-    rank = launch.find_rank(os.environ)
+    rank = ranks.find_rank(os.environ)
     if rank == 0:
         print(f"error: {message}", file=sys.stderr)
     elif not isinstance(error, StoppedError | KeyboardInterrupt):

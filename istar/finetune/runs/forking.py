@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from istar.errors import UserError, shorten
-from istar.finetune.runs import launch
+from istar.finetune.runs import launch, ranks
 
 PRELOADED_MODULES = ["istar.finetune.runs.preloaded"]
 """Modules that the server imports."""
@@ -94,7 +94,7 @@ def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
     # Lightning and torch have read these variables on import, from the server's environment.
-    rank_zero_only.rank = launch.find_rank(environment)  # type: ignore[attr-defined]
+    rank_zero_only.rank = ranks.find_rank(environment)  # type: ignore[attr-defined]
     num_threads = environment.get("OMP_NUM_THREADS")
     if num_threads is not None and num_threads != os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(num_threads))

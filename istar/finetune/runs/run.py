@@ -16,7 +16,7 @@ from rich.console import Console
 from istar.finetune.runs.extras import fast_imports
 from istar.finetune.runs.finished_runs import read_finished_run
 from istar.finetune.runs.identify import RunIdentity, identify
-from istar.finetune.runs.launch import find_rank
+from istar.finetune.runs.ranks import find_rank
 from istar.finetune.runs.run_summary import build_run_table, describe_penalty
 from istar.records.config import Config, WandbConfig
 from istar.records.config.schema import to_dict

@@ -5,20 +5,34 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.runs.forking import ForkedProcess, is_supported
 from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
 from istar.finetune.sweeps.trials import Trial
 from istar.records.config import SweepConfig, TrainerConfig
+from istar.records.results import RunRecord
 
-if TYPE_CHECKING:
-    from istar.finetune.sweeps.sweep import TrialQueue
+
+class TrialSource(Protocol):
+    """Supplies trials, and takes their outcomes."""
+
+    def next_trial(self) -> Trial | None: ...
+
+    def is_waiting(self) -> bool: ...
+
+    def set_aside(self, trial: Trial) -> None: ...
+
+    def on_started(self, trial: Trial, log_path: Path | None) -> None: ...
+
+    def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None: ...
+
+    def tick(self) -> None: ...
 
 
 def run_trials(
-    source: "TrialQueue", settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
+    source: TrialSource, settings: SweepConfig, log_folder: Path, environment: Mapping[str, str] | None = None
 ) -> None:
     """Execute trials, `settings.jobs` of them in parallel, until the source is exhausted and all have ended.
 
@@ -44,7 +58,7 @@ class _TrialPool:
     """Runs trials in parallel, one at a time in each of the `settings.jobs` slots."""
 
     def __init__(
-        self, source: "TrialQueue", settings: SweepConfig, log_folder: Path, environment: Mapping[str, str]
+        self, source: TrialSource, settings: SweepConfig, log_folder: Path, environment: Mapping[str, str]
     ) -> None:
         self.runs: list[RunProcesses] = []
         self._source, self._settings, self._log_folder, self._environment = source, settings, log_folder, environment

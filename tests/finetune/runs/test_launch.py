@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from istar.errors import LockedError, StoppedError, UserError
-from istar.finetune.runs import launch
+from istar.finetune.runs import launch, ranks
 from istar.finetune.runs.run import run
 from istar.finetune.training import FineTuner, FineTuningData
 from istar.finetune.training.refresh import ShrinkageCovariance
@@ -214,12 +214,12 @@ def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, expe
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    launch.fix_slurm_detection()
+    ranks.fix_slurm_detection()
     nodes = int(expected_tasks or 1) // expected_processes
     assert (
         launch.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp")) == expected_processes
     )
-    assert SLURMEnvironment.detect() == launch.has_external_launcher() == (expected_tasks is not None)
+    assert SLURMEnvironment.detect() == ranks.has_external_launcher() == (expected_tasks is not None)
     assert os.environ.get("SLURM_NTASKS") == expected_tasks
 
 
