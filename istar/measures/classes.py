@@ -162,7 +162,8 @@ class ClassMoments(Accumulator):
     @property
     def mean(self) -> Tensor:
         """The mean of all points, `(d,)`; 0 without points."""
-        return self.counts @ self.means / self.count.clamp(min=1)
+        # Exact for a single class, so that it has no variance between classes.
+        return (self.counts / self.count.clamp(min=1)) @ self.means
 
     def update(self, points: Tensor, labels: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch of n points, with a matrix `(n, C)` in memory. Returns this accumulator.
