@@ -150,8 +150,8 @@ class HiddenStatePenalty(AttachedPenalty):
         its training mode and the random number generators are restored. Does nothing for penalties without Sigma_S.
 
         Args:
-            loader: batches in random order that the model accepts. Labels are ignored, unless the points depend
-                on them: Sigma_S is computed from the same points as the penalty.
+            loader: batches in random order that the model accepts. Labels are ignored, unless the points depend on
+                them: Sigma_S is computed from the same points as the penalty.
             num_points: number of points to use, see `shrinkage_covariance`; None uses all batches.
             momentum: weight of the previous Sigma_S in the new one, in [0, 1).
 

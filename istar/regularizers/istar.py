@@ -2,8 +2,8 @@ r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
 increases isotropy, and with a negative weight decreases it. Options beyond the paper choose other estimators
-of the score. `istar.regularizers.estimators` treats all points alike.
-`istar.regularizers.by_sentence` allows for dependence between the tokens of a sentence.
+of the score. `istar.regularizers.estimators` treats all points alike, and `istar.regularizers.by_sentence` allows for
+dependence between the tokens of a sentence.
 """
 
 from collections.abc import Sequence
