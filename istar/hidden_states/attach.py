@@ -13,7 +13,6 @@ from istar.hidden_states.reader import HiddenStateReader
 from istar.hidden_states.shrinkage import hidden_state_moments, to_covariance
 from istar.measures.accumulator import sum_over_processes
 from istar.regularizers.base import Penalty
-from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Points, PointSample
 
 DEFAULT_SETTINGS = PenaltySettings()
@@ -151,9 +150,8 @@ class HiddenStatePenalty(AttachedPenalty):
         its training mode and the random number generators are restored. Does nothing for penalties without Sigma_S.
 
         Args:
-            loader: batches in random order that the model accepts. Labels are ignored, unless the points or the
-                penalty depend on them: Sigma_S is computed from the same points as the penalty, within classes if the
-                penalty is.
+            loader: batches in random order that the model accepts. Labels are ignored, unless the points depend on
+                them: Sigma_S is computed from the same points as the penalty.
             num_points: number of points to use, see `shrinkage_covariance`; None uses all batches.
             momentum: weight of the previous Sigma_S in the new one, in [0, 1).
 
@@ -168,15 +166,7 @@ class HiddenStatePenalty(AttachedPenalty):
             return 0
         if not 0 <= momentum < 1:
             raise UserError(f"momentum is {momentum}; expected a number from 0 to below 1")
-        plain = IStar(
-            zeta=0,
-            layers=penalty.layers,
-            include_padding=penalty.include_padding,
-            sync=penalty.sync,
-            group=penalty.group,
-            within="label" if penalty.needs_labels else None,
-        )
-        moments = hidden_state_moments(self._model, loader, num_points, plain, self._modules, self.settings.points)
+        moments = hidden_state_moments(self._model, loader, num_points, penalty, self._modules, self.settings.points)
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:
             covariance = torch.lerp(covariance, previous.to(covariance), momentum)

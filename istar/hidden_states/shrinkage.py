@@ -14,9 +14,9 @@ from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.accumulator import sum_over_processes, world_size
-from istar.measures.classes import ClassMoments, merge_class_moments
 from istar.measures.isoscores import check_covariance
 from istar.measures.moments import Moments, merge_moments
+from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Layers, Points
 
@@ -36,7 +36,6 @@ def shrinkage_covariance(
     group: dist.ProcessGroup | None = None,
     modules: Sequence[nn.Module] | None = None,
     points: Points = ALL_POINTS,
-    within: str | None = None,
 ) -> Tensor:
     """Compute the covariance of a model's hidden states over batches of data, for `IStar.shrinkage_covariance`.
 
@@ -60,7 +59,6 @@ def shrinkage_covariance(
         modules: see `istar.attach`.
         points: which tokens are points; by default all that are not padding. If they depend on the labels, the model
             runs with its head.
-        within: None, or `label` for the pooled covariance within classes, given by the sequences' labels; see `IStar`.
 
     Returns:
         `(d, d)`, float32 on the model's device.
@@ -69,20 +67,17 @@ def shrinkage_covariance(
         UserError: for fewer than 2 points, points that are not finite or all equal, layers of different widths, or
             a loader or batches that do not fit the model.
     """
-    penalty = IStar(zeta=0, layers=layers, include_padding=include_padding, sync=sync, group=group, within=within)
+    penalty = IStar(zeta=0, layers=layers, include_padding=include_padding, sync=sync, group=group)
     return to_covariance(hidden_state_moments(model, loader, num_points, penalty, modules, points))
 
 
-def to_covariance(moments: Moments | ClassMoments) -> Tensor:
-    """Return the covariance of the moments, float32, within classes for `ClassMoments`.
+def to_covariance(moments: Moments) -> Tensor:
+    """Return the covariance of the moments, float32.
 
     Raises:
         UserError: if it is zero or not finite.
     """
-    if isinstance(moments, ClassMoments):
-        covariance = moments.within_covariance(unbiased=True)
-    else:
-        covariance = moments.covariance()
+    covariance = moments.covariance()
     check_covariance(covariance, "the shrinkage covariance")
     return covariance.float()
 
@@ -91,11 +86,11 @@ def hidden_state_moments(
     model: nn.Module,
     loader: Iterable[Any],
     num_points: int | None,
-    penalty: IStar,
+    penalty: Penalty,
     modules: Sequence[nn.Module] | None,
     points: Points,
-) -> Moments | ClassMoments:
-    """Compute the moments of a zeta-0 penalty's points in batches of data; see `shrinkage_covariance`.
+) -> Moments:
+    """Compute the moments of a penalty's points in batches of data; see `shrinkage_covariance`.
 
     With `sync`, all processes run the same number of forward passes, as sharded models require: after its last batch, a
     process repeats this batch without counting it again.
@@ -109,23 +104,21 @@ def hidden_state_moments(
             "such as a DataLoader or a list of batches"
         )
     points.check_include_padding(penalty.include_padding)
-    group, needs_labels = penalty.group, points.need_labels or penalty.needs_labels
-    merge_layers: Any = merge_class_moments if penalty.needs_labels else merge_moments
-    moments_class: Any = ClassMoments if penalty.needs_labels else Moments
+    group = penalty.group
     is_single_process = not penalty.sync or world_size(group) == 1
     reader = HiddenStateReader(
         model,
         penalty.layers,
-        penalty.summarize,
+        IStar(zeta=0).summarize,
         lambda: True,
         modules=modules,
         points=points,
         include_padding=penalty.include_padding,
     )
     device = next(model.parameters()).device
-    called_module = _choose_module_to_call(model, reader.head_model if needs_labels else reader.base_model)
-    ignored_names = () if needs_labels else LABEL_NAMES
-    moments: Any = None
+    called_module = _choose_module_to_call(model, reader.head_model if points.need_labels else reader.base_model)
+    ignored_names = () if points.need_labels else LABEL_NAMES
+    moments: Moments | None = None
     inputs: Any = None
     try:
         with preserve_rng_states(device), eval_mode(model), torch.no_grad():
@@ -147,20 +140,17 @@ def hidden_state_moments(
                 _call_module(called_module, inputs, reader if modules is None else None)
                 layer_moments = reader.take()
                 if batch is not None and layer_moments:
-                    batch_moments = merge_layers(layer_moments)
+                    batch_moments = merge_moments(layer_moments)
                     moments = batch_moments if moments is None else moments.merge(batch_moments)
     finally:
         reader.remove()
-    result: Moments | ClassMoments
     if is_single_process:
         # Without data, the result is empty; its number of dimensions is meaningless.
-        result = moments_class(1) if moments is None else moments
-        return result
+        return Moments(1) if moments is None else moments
     # A process without data needs moments of the right width to take part in the all-reduce.
     width = torch.tensor(0 if moments is None else moments.dim, device=device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
-    result = (moments_class(int(width), device) if moments is None else moments).all_reduce(group)
-    return result
+    return (Moments(int(width), device) if moments is None else moments).all_reduce(group)
 
 
 def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:

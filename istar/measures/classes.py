@@ -16,7 +16,6 @@ measured by the share tr(B) / tr(T).
 """
 
 import copy
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -27,7 +26,7 @@ from torch.nn.functional import pad
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator, world_size
 from istar.measures.isoscores import isoscore_from_covariance
-from istar.measures.moments import add_matrices, mean_and_scatter
+from istar.measures.moments import mean_and_scatter
 from istar.measures.numerics import accumulation_dtype, check_one_per_point, check_points, full_precision, zero_vector
 
 
@@ -78,24 +77,7 @@ def class_isotropy(points: Tensor, labels: Tensor, mask: Tensor | None = None) -
     return ClassIsotropy(moments.isoscore_within(), moments.isoscore_between(), moments.between_share())
 
 
-class ClassBatchMoments(NamedTuple):
-    """Moments of the classes of one batch of points: counts and means of each class, and one scatter matrix for all."""
-
-    counts: Tensor
-    """Number of points of each class, `(C,)`."""
-    means: Tensor
-    """Mean of each class, `(C, d)`; 0 for a class without points."""
-    scatter: Tensor
-    """Sum over the classes of the scatter of their points about the class mean, `(d, d)`."""
-
-
-def class_means_and_scatter(
-    points: Tensor,
-    labels: Tensor,
-    num_classes: int,
-    matmul_dtype: torch.dtype | None = None,
-    indices: Tensor | None = None,
-) -> ClassBatchMoments:
+def class_means_and_scatter(points: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     r"""Compute the class means :math:`m_c` and the scatter :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T`.
 
     Differentiable in the points, any number of times. `istar.measures.moments.mean_and_scatter` computes the scatter
@@ -106,14 +88,12 @@ def class_means_and_scatter(
         points: `(n, d)`, any floating dtype.
         labels: `(n,)`, integers from 0 to `num_classes` - 1.
         num_classes: C, the number of classes.
-        matmul_dtype: as in `mean_and_scatter`.
-        indices: rows of the points and labels to take, `(k,)`; None takes all.
 
     Returns:
-        Counts and means in float64 (float32 on MPS); the scatter in float32, or in float64 for float64 points.
+        The number of points of each class, `(C,)`; the class means, `(C, d)`, 0 for a class without points; and the
+        scatter, `(d, d)`. Counts and means in float64 (float32 on MPS); the scatter in float32, or in float64 for
+        float64 points.
     """
-    if indices is not None:
-        points, labels = points.index_select(0, indices), labels.index_select(0, indices)
     points_dtype, sums_dtype = torch.promote_types(points.dtype, torch.float32), accumulation_dtype(points.device)
     is_member = labels[:, None] == torch.arange(num_classes, device=labels.device)
     counts = is_member.sum(0).to(sums_dtype)
@@ -126,31 +106,10 @@ def class_means_and_scatter(
         centered = points - membership @ shifts
         # `shifts` equals the means only up to rounding; correct the means and the scatter for the difference.
         class_residuals = (membership.T @ centered).to(sums_dtype) / divisors
-        _, overall_residual, scatter = mean_and_scatter(centered, matmul_dtype=matmul_dtype)[:3]
+        _, overall_residual, scatter = mean_and_scatter(centered)[:3]
         deviations = class_residuals - overall_residual
         scatter = scatter - (deviations.T @ (counts[:, None] * deviations)).to(scatter.dtype)
-    return ClassBatchMoments(counts, shifts.to(sums_dtype) + class_residuals, scatter)
-
-
-def merge_class_moments(batches: Sequence[ClassBatchMoments]) -> "ClassMoments":
-    """Merge the class moments of at least one batch, by the formula of `istar.measures.Moments` in each class.
-
-    Batches may have different numbers of classes; different dimensions raise `UserError`.
-    """
-    widths = sorted({batch.means.shape[1] for batch in batches})
-    if len(widths) > 1:
-        raise UserError(f"cannot merge class moments of {' and '.join(map(str, widths))} dimensions; expected the same")
-    merged = ClassMoments(widths[0], batches[0].means.device)
-    num_classes = max(len(batch.counts) for batch in batches)
-    counts = torch.stack([_pad_with_zeros(batch.counts, num_classes) for batch in batches])
-    means = torch.stack([_pad_with_zeros(batch.means, num_classes) for batch in batches])
-    merged.counts = counts.sum(0)
-    merged.means = (counts[..., None] * means).sum(0) / merged.counts.clamp(min=1)[:, None]
-    differences = (means - merged.means).flatten(0, 1)
-    with full_precision(means.device):
-        merged.scatter = differences.T @ (counts.reshape(-1, 1) * differences)
-    merged.scatter = add_matrices(merged.scatter, [batch.scatter for batch in batches])
-    return merged
+    return counts, shifts.to(sums_dtype) + class_residuals, scatter
 
 
 class ClassMoments(Accumulator):
@@ -203,7 +162,8 @@ class ClassMoments(Accumulator):
     @property
     def mean(self) -> Tensor:
         """The mean of all points, `(d,)`; 0 without points."""
-        return self.counts @ self.means / self.count.clamp(min=1)
+        # Exact for a single class, so that it has no variance between classes.
+        return (self.counts / self.count.clamp(min=1)) @ self.means
 
     def update(self, points: Tensor, labels: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch of n points, with a matrix `(n, C)` in memory. Returns this accumulator.
@@ -223,7 +183,11 @@ class ClassMoments(Accumulator):
             points, labels = points[mask.bool()], labels[mask.bool()]
         if points.numel() > 0:
             flat_points, flat_labels = points.reshape(-1, self.dim), labels.reshape(-1)
-            self._add_batch(class_means_and_scatter(flat_points, flat_labels, count_classes(flat_labels)))
+            batch = type(self)(self.dim, points.device)
+            batch.counts, batch.means, batch.scatter = class_means_and_scatter(
+                flat_points, flat_labels, _count_classes(flat_labels)
+            )
+            self.merge(batch)
         return self
 
     def recenter(self, mean: Tensor) -> dict[str, Tensor]:
@@ -249,28 +213,17 @@ class ClassMoments(Accumulator):
         self.counts, self.means = (_pad_with_zeros(rows, num_classes) for rows in (self.counts, self.means))
         return self
 
-    def within_covariance(self, unbiased: bool = False) -> Tensor:
+    def within_covariance(self) -> Tensor:
         r"""Return the pooled covariance within the classes, `(d, d)`.
 
-        It is :math:`W = \frac{1}{n} \sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T` or, unbiased, n W / (n - C) for C
-        classes with points. A class with one point adds nothing to the sum and nothing to n - C.
+        It is :math:`W = \frac{1}{n} \sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T`.
 
         Raises:
-            UserError: without points or, unbiased, if no class has two points.
+            UserError: without points.
         """
         if self.count == 0:
             raise UserError("no points were given, so they have no covariance; expected at least one")
-        if not unbiased:
-            return self.scatter / self.count
-        degrees_of_freedom = self.count - self.counts.count_nonzero()
-        if degrees_of_freedom == 0:
-            raise UserError("no class has two points, so that there is no covariance within classes; give more points")
-        return self.scatter / degrees_of_freedom
-
-    def within_covariance_or_nan(self) -> Tensor:
-        """Return the unbiased `within_covariance`, or NaN if no class has two points, without waiting for a GPU."""
-        degrees_of_freedom = self.count - self.counts.count_nonzero()
-        return self.scatter / torch.where(degrees_of_freedom > 0, degrees_of_freedom, torch.nan)
+        return self.scatter / self.count
 
     def between_covariance(self) -> Tensor:
         r"""Return :math:`B = \frac{1}{n} \sum_c n_c (m_c - m)(m_c - m)^T`, `(d, d)`, of a rank of at most C - 1.
@@ -282,14 +235,6 @@ class ClassMoments(Accumulator):
             raise UserError("no points were given, so they have no covariance; expected at least one")
         differences = self.means - self.mean
         return differences.T @ (self.counts[:, None] * differences) / self.count
-
-    def total_covariance(self) -> Tensor:
-        r"""Return the covariance of all points, :math:`T = W + B = \frac{1}{n} \sum_i (x_i - m)(x_i - m)^T`, `(d, d)`.
-
-        Raises:
-            UserError: without points.
-        """
-        return self.within_covariance() + self.between_covariance()
 
     def isoscore_within(self) -> Tensor:
         """Return the IsoScore of W, the pooled covariance within the classes, 0-d, in [0, 1].
@@ -337,12 +282,8 @@ class ClassMoments(Accumulator):
             raise UserError("all points are equal, so that they have no variance to share; give other points")
         return between / total
 
-    def _add_batch(self, batch: ClassBatchMoments) -> None:
-        merged = merge_class_moments([ClassBatchMoments(self.counts, self.means, self.scatter), batch])
-        self.counts, self.means, self.scatter = merged.counts, merged.means, merged.scatter
 
-
-def count_classes(labels: Tensor) -> int:
+def _count_classes(labels: Tensor) -> int:
     """Return the number of classes, one more than the largest of at least one label.
 
     Raises:

@@ -45,12 +45,7 @@ def mask_to_indices(mask: Tensor | None) -> Tensor | None:
     return None if len(indices) == mask.numel() else indices
 
 
-def mean_and_scatter(
-    points: Tensor,
-    mask: Tensor | None = None,
-    matmul_dtype: torch.dtype | None = None,
-    indices: Tensor | None = None,
-) -> BatchMoments:
+def mean_and_scatter(points: Tensor, mask: Tensor | None = None, indices: Tensor | None = None) -> BatchMoments:
     r"""Compute the mean :math:`m = \sum x_i / n` and the scatter :math:`M = \sum (x_i - m)(x_i - m)^T` of n points.
 
     Differentiable in the points, any number of times. Let :math:`g = \partial L / \partial m` and
@@ -65,28 +60,21 @@ def mean_and_scatter(
     Args:
         points: `(..., d)`, any floating dtype.
         mask: `(...)`, bool or 0/1. Points where the mask is 0 are ignored, even if they are NaN; their gradient is 0.
-        matmul_dtype: dtype of the factors in the two large matrix products: M in the forward pass and
-            :math:`(x_i - m)(G + G^T)` in the backward pass. None uses the dtype of M. With bfloat16, the products are
-            two to three times as fast on hardware that supports it, IsoScore has a relative error of about 1e-5, and a
-            second derivative raises `UserError`.
         indices: result of `mask_to_indices`, in place of a mask.
 
     Returns:
         n and m in float64 (float32 on MPS); M in float32, or in float64 for float64 points. All are on the points'
         device. The mean and scatter of an empty batch are 0.
-
-    Raises:
-        UserError: in a second backward pass, if `matmul_dtype` is narrower than the dtype of M.
     """
     points, indices = _flatten_points(points, mask, indices)
-    size, means, scatter = _mean_and_scatter([points], indices, matmul_dtype)[:3]
+    size, means, scatter = _mean_and_scatter([points], indices, None)[:3]
     return BatchMoments(size[0], means[0], scatter)
 
 
 def mean_and_scatter_of_layers(
     layers: Sequence[Tensor], indices: Sequence[Tensor | None], matmul_dtype: torch.dtype | None = None
 ) -> list[BatchMoments]:
-    """Compute `mean_and_scatter` of each layer, with fewer and larger operations for small layers, and on a GPU.
+    r"""Compute `mean_and_scatter` of each layer, with fewer and larger operations for small layers, and on a GPU.
 
     Consecutive layers of the same shape, dtype, device and indices, with or without gradients, are stacked, up to
     `layers_per_block`. A GPU waits for the host in a step of a small model; the twelve layers of BERT-base then take as
@@ -95,10 +83,16 @@ def mean_and_scatter_of_layers(
     Args:
         layers: points `(..., d)` of each layer.
         indices: for each layer, the result of `mask_to_indices`; layers that share it are stacked.
-        matmul_dtype: as in `mean_and_scatter`.
+        matmul_dtype: dtype of the factors in the two large matrix products: M in the forward pass and
+            :math:`(x_i - m)(G + G^T)` in the backward pass. None uses the dtype of M. With bfloat16, the products are
+            two to three times as fast on hardware that supports it, IsoScore has a relative error of about 1e-5, and a
+            second derivative raises `UserError`.
 
     Returns:
         The moments of each block, for `merge_moments`.
+
+    Raises:
+        UserError: in a second backward pass, if `matmul_dtype` is narrower than the dtype of M.
     """
     blocks: list[tuple[list[Tensor], Tensor | None]] = []
     latest_kind: Any = None

@@ -125,8 +125,6 @@ def label_method(config: Mapping[str, Any]) -> str:
         parts.append(f"on {target.replace('_', ' ')}")
     if (points := reg.get("points", "all")) != "all":
         parts.append(f"{points} tokens")
-    if reg.get("within") is not None:
-        parts.append("within classes")
     return " ".join(parts)
 
 

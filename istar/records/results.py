@@ -121,11 +121,6 @@ class RunRecord:
     # IsoScore on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
     # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
     isotropy: Annotated[dict[str, Any], _Isotropy] = field(default_factory=dict)
-    # For classification tasks, the isotropy of the validation set within and between its classes, `before` and `after`
-    # training: by layer a dictionary with IsoScore `within` the classes, IsoScore `between` them, and the share of
-    # variance between them, `between_share`; a value is None where it is not defined. See
-    # `istar.finetune.training.layer_geometry`. Empty for other tasks.
-    class_isotropy: dict[str, dict[str, dict[str, float | None]]] = field(default_factory=dict)
     epochs: Annotated[list[dict[str, Any]], list[_Epoch]] = field(default_factory=list)  # metrics and isotropy of each
     # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
     data: Annotated[dict[str, Any], _Data] = field(default_factory=dict)
@@ -287,8 +282,7 @@ def _find_gap(record: RunRecord) -> str:
         return "its headline metric is none of its metrics"
     if not {"union"} <= after.keys() <= before.keys() or "points" not in record.isotropy:
         return "its isotropy lacks the union of the layers, or a layer before training"
-    layers = {*after, *(layer for layers in record.class_isotropy.values() for layer in layers)} - {"union"}
-    if not all(layer.isascii() and layer.isdigit() for layer in layers):
+    if not all(layer.isascii() and layer.isdigit() for layer in after.keys() - {"union"}):
         return "its isotropy has a layer that is not numbered"
     return "" if "total" in record.timing else "its timing lacks the total"
 

@@ -267,11 +267,6 @@ class Penalty(nn.Module, ABC):
         return next((entry for entry in entries if self.reference and f"{{{self.reference}," in entry), "")
 
     @property
-    def needs_labels(self) -> bool:
-        """Whether the penalty depends on the labels of the sequences."""
-        return False
-
-    @property
     def needs_shrinkage_covariance(self) -> bool:
         """Whether the score depends on Sigma_S, the attribute `shrinkage_covariance`."""
         return False
@@ -286,16 +281,13 @@ class Penalty(nn.Module, ABC):
         """The factor of the penalty's value: lambda, or its absolute value with a set-point."""
         return self.weight if self.set_point is None else abs(self.weight)
 
-    def forward(
-        self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None, labels: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, hidden_states: Sequence[Tensor], attention_mask: Tensor | None = None) -> Tensor:
         """Compute the weighted penalty of a batch, and store its terms in `last`.
 
         Args:
             hidden_states: the embedding output and the output of each layer, `(batch, tokens, d)` each, any floating
                 dtype, as transformers returns them with `output_hidden_states=True`. Sums are float32 or wider.
             attention_mask: `(batch, tokens)`, 1 for tokens and 0 for padding; None counts all tokens.
-            labels: class of each sequence, `(batch,)`; for penalties that need labels, such as `IStar` with `within`.
 
         Returns:
             0-d tensor on the hidden states' device: float64 for float64 states, otherwise float32. NaN if some points
@@ -310,7 +302,7 @@ class Penalty(nn.Module, ABC):
         if self.weight == 0:
             self.last = None
             return torch.zeros((), device=selected[0].device)
-        tokens = Tokens(None if self.include_padding else attention_mask, labels=labels)
+        tokens = Tokens(None if self.include_padding else attention_mask)
         return self.combine(self.summarize(selected, tokens))
 
     def reset(self, keep_shrinkage_covariance: bool = False) -> None:

@@ -1,4 +1,4 @@
-r"""Estimators of IsoScore for `IStar`: the paper's IsoScore\*, its form within classes, and the unbiased score.
+r"""Estimators of IsoScore for `IStar`: the paper's IsoScore\* and the unbiased score.
 
 `istar.regularizers.by_sentence` has one more, with the same interface. An estimator computes the score in two steps.
 First, layers are reduced to sums over their points, such as the mean and the scatter matrix. The backward pass of
@@ -7,7 +7,7 @@ ordinary autograd operations on a few matrices `(d, d)`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.classes import class_means_and_scatter, merge_class_moments
 from istar.measures.isoscores import (
     covariance_or_nan,
     unchecked_isoscore,
@@ -95,54 +94,11 @@ class ShrinkageEstimator(Estimator):
     ) -> Estimate:
         """Estimate IsoScore\\* of the union of the layers."""
         moments = merge_layers(summaries, sync, group)
-        score = self.score_covariance(covariance_or_nan(moments), lambda: has_variance(moments), shrinkage)
-        return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
-
-    def score_covariance(
-        self, covariance: Tensor, has_variance: Callable[[], Tensor], shrinkage: Tensor | None
-    ) -> Tensor:
-        """Return the score of a covariance after shrinkage; without shrinkage, NaN for points without variance."""
+        covariance = covariance_or_nan(moments)
         if shrinkage is None:
-            return torch.where(has_variance(), unchecked_isoscore(covariance), torch.nan)
-        return unchecked_isoscore(torch.lerp(covariance, convert_shrinkage(shrinkage, covariance), self.zeta))
-
-
-class ClassEstimator(ShrinkageEstimator):
-    r"""IsoScore\* of the pooled covariance within classes, for `IStar(within="label")`.
-
-    The covariance is :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T / (n - C)`: each point is centered on the
-    mean :math:`m_c` of its class. A class consists of the points of all sequences with its label, in all selected
-    layers and over the same processes as the penalty. C is the number of classes with points; a class with one point
-    adds nothing. Sigma_S is also the covariance within classes. This definition is not from a paper.
-
-    >>> from istar.regularizers import IStar
-    >>> penalty = IStar(weight=1.0, zeta=0, within="label")
-    >>> hidden_states = [torch.randn(4, 5, 8) for _ in range(3)]
-    >>> loss = penalty(hidden_states, labels=torch.tensor([0, 1, 0, 1]))
-
-    Arguments are as in `ShrinkageEstimator`.
-    """
-
-    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
-        """Return, for each layer, the count and mean of each class, and the scatter matrix within classes."""
-        return [
-            class_means_and_scatter(
-                state.flatten(0, -2), *tokens.classes_of(state), matmul_dtype=self.matmul_dtype, indices=rows
-            )
-            for state, rows in zip(hidden_states, indices, strict=True)
-        ]
-
-    def estimate(
-        self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
-    ) -> Estimate:
-        """Estimate the score within classes of the union of the layers."""
-        moments = merge_class_moments(summaries)
-        check_width(moments.dim)
-        moments = moments.all_reduce(group) if sync else moments
-        squared_means = (moments.counts * moments.means.square().sum(1)).sum()
-        score = self.score_covariance(
-            moments.within_covariance_or_nan(), lambda: ~is_rounding(moments.scatter.trace(), squared_means), shrinkage
-        )
+            score = torch.where(has_variance(moments), unchecked_isoscore(covariance), torch.nan)
+        else:
+            score = unchecked_isoscore(torch.lerp(covariance, convert_shrinkage(shrinkage, covariance), self.zeta))
         return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
 
 
@@ -194,14 +150,9 @@ class UnbiasedEstimator(FourthMomentEstimator):
 def merge_layers(summaries: Sequence[BatchMoments], sync: bool, group: dist.ProcessGroup | None) -> Moments:
     """Merge the moments of layers, over all processes with `sync`; raise `UserError` for fewer than 2 dimensions."""
     moments = merge_moments(summaries)
-    check_width(moments.dim)
+    if moments.dim < 2:
+        raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {moments.dim}")
     return moments.all_reduce(group) if sync else moments
-
-
-def check_width(dim: int) -> None:
-    """Raise `UserError` for fewer than 2 dimensions, which have no isotropy."""
-    if dim < 2:
-        raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {dim}")
 
 
 def convert_shrinkage(shrinkage: Tensor, covariance: Tensor) -> Tensor:

@@ -2,8 +2,8 @@ r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
 increases isotropy, and with a negative weight decreases it. Options beyond the paper choose other estimators
-of the score. `istar.regularizers.estimators` treats all points alike, or centers each class by its mean.
-`istar.regularizers.by_sentence` allows for dependence between the tokens of a sentence.
+of the score. `istar.regularizers.estimators` treats all points alike, and `istar.regularizers.by_sentence` allows for
+dependence between the tokens of a sentence.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.by_sentence import SentenceEstimator
 from istar.regularizers.estimators import (
     AutomaticShrinkageEstimator,
-    ClassEstimator,
     Estimator,
     ShrinkageEstimator,
     UnbiasedEstimator,
@@ -45,8 +44,7 @@ class IStar(Penalty):
 
     Raises:
         OptionError: for an option outside of its range, and for options that exclude each other.
-        UserError: for a Sigma_S that is not a covariance. In a forward pass with `within`, for missing labels and for
-            labels that are not classes.
+        UserError: for a Sigma_S that is not a covariance.
 
     >>> penalty = IStar(weight=-1.0, zeta=0.4)
     >>> penalty.shrinkage_covariance = torch.eye(8)
@@ -68,9 +66,6 @@ class IStar(Penalty):
     compute: str | None = None
     """Dtype of the penalty's matrix products with the points: float32 or bf16. None is float32 or, in a run, the
     dtype that trainer.precision allows."""
-    within: str | None = None
-    """label: the score within the classes of a classification task, from points centered on the mean of their class,
-    for Sigma_S as well. None: the score of all points together."""
     shrinkage_covariance: Tensor | None = field(init=False)
 
     reference = "rudman2024stable"
@@ -92,11 +87,6 @@ class IStar(Penalty):
             with torch.inference_mode(False):  # Tensors of inference mode cannot be trained with.
                 value = value.detach().clone()
         super().__setattr__(name, value)
-
-    @property
-    def needs_labels(self) -> bool:
-        """Whether the penalty depends on the labels of the sequences, as it does with `within`."""
-        return self.within is not None
 
     @property
     def needs_shrinkage_covariance(self) -> bool:
@@ -124,13 +114,6 @@ class IStar(Penalty):
                 "compute=bf16 is too coarse for the fourth powers of the unbiased estimators and of zeta=auto; "
                 "expected float32"
             )
-        if self.within is not None:
-            check_one_of("within", self.within, ("label",))
-            if self.needs_float32:
-                raise OptionError(
-                    f"within={self.within} needs estimator=shrinkage and a number as zeta; these are {self.estimator} "
-                    f"and {self.zeta}, which assume one cloud"
-                )
 
     def _make_estimator(self) -> Estimator:
         if self.estimator == BY_SENTENCE:
@@ -139,9 +122,7 @@ class IStar(Penalty):
             return UnbiasedEstimator()
         if isinstance(self.zeta, str):
             return AutomaticShrinkageEstimator()
-        matmul_dtype = torch.bfloat16 if self.compute == "bf16" else None
-        estimator_class = ShrinkageEstimator if self.within is None else ClassEstimator
-        return estimator_class(self.zeta, matmul_dtype)
+        return ShrinkageEstimator(self.zeta, torch.bfloat16 if self.compute == "bf16" else None)
 
     def reset(self, keep_shrinkage_covariance: bool = False) -> None:
         super().reset()

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from istar.errors import OptionError, UserError, check_one_of
-from istar.measures.classes import count_classes
 from istar.measures.moments import mask_to_indices
 from istar.measures.numerics import check_tensor
 
@@ -193,8 +192,7 @@ class Tokens:
             itself is not padding. None: no padding.
         points: which tokens are points.
         input_ids: token ids, `(batch, tokens)`; needed for `content`.
-        labels: labels of the tokens, `(batch, tokens)`; needed for `labelled` and `completion`. For `classes_of`, the
-            labels of the sequences, `(batch,)`.
+        labels: labels of the tokens, `(batch, tokens)`; needed for `labelled` and `completion`.
         position_ids: `(batch or 1, tokens)`; they restart at the beginning of each packed document. May be None.
         predicts_next: whether the model predicts the label of the next token, as causal language models do.
         sample: the part of the points that counts; None: all of them.
@@ -224,7 +222,6 @@ class Tokens:
         # By the shape of the hidden states, `(batch, tokens)`, which is the same for most layers of a pass.
         self._indices: dict[torch.Size, Tensor | None] = {}
         self._document_indices: dict[torch.Size, Tensor] = {}
-        self._num_classes: int | None = None
 
     def indices_of(self, hidden_state: Tensor) -> Tensor | None:
         """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.
@@ -261,32 +258,6 @@ class Tokens:
         if self.sample is not None:
             indices = self.sample.choose(indices, shape.numel(), hidden_state.device)
         self._indices[shape] = indices
-
-    def classes_of(self, hidden_state: Tensor) -> tuple[Tensor, int]:
-        """Return the class of each row of a hidden state flattened to `(n, d)`, `(n,)`, and the number of classes.
-
-        The class of a token is the label of its sequence. The number of classes is one more than the largest label of
-        the batch; it is computed once and shared by all layers.
-
-        Raises:
-            UserError: unless the call has one label for each sequence, an integer of at least 0.
-        """
-        labels, batch_size = self.labels, len(hidden_state)
-        if labels is None:
-            raise UserError(
-                "within='label' needs labels, which this call of the model does not have; pass them to the model, or "
-                "leave out within"
-            )
-        check_tensor(labels, "labels")
-        if tuple(labels.shape) != (batch_size,) or labels.is_floating_point():
-            raise UserError(
-                f"within='label' needs one class for each sequence, integers of shape ({batch_size},); the labels are "
-                f"{labels.dtype} of shape {tuple(labels.shape)}: leave out within for regression and language modelling"
-            )
-        if self._num_classes is None:
-            self._num_classes = count_classes(labels)
-        class_per_sequence = labels.to(hidden_state.device).view(batch_size, *[1] * (hidden_state.dim() - 2))
-        return class_per_sequence.expand(hidden_state.shape[:-1]).reshape(-1), self._num_classes
 
     def documents_of(self, hidden_state: Tensor) -> Tensor:
         """Return the document index of each row in a hidden state `(batch, tokens, d)` flattened to `(n, d)`.

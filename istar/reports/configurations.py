@@ -139,7 +139,7 @@ def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
 
     These are Base, I-STAR on all layers with a given zeta, and CosReg on the last layer with a positive lambda, both on
     the hidden states of all tokens. Excluded are ablations, the negative CosReg weights of Figure 4, other estimators
-    of isotropy, and penalties on embedding matrices, on some of the tokens or within classes.
+    of isotropy, and penalties on embedding matrices or on some of the tokens.
     """
     penalized_layers = _get_column(runs, "reg.layers")
     lambdas = pd.to_numeric(_get_column(runs, "reg.lambda"), errors="coerce")
@@ -147,7 +147,7 @@ def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
     is_cosreg = (runs["family"] == "cosreg") & penalized_layers.eq("last") & (lambdas > 0)
     # Only penalties have these keys.
     is_on_all_states = _get_column(runs, "reg.target").fillna("hidden_states").eq("hidden_states")
-    is_on_all_states &= _get_column(runs, "reg.points").fillna("all").eq("all") & _get_column(runs, "reg.within").isna()
+    is_on_all_states &= _get_column(runs, "reg.points").fillna("all").eq("all")
     return (runs["family"] == "base") | ((is_istar | is_cosreg) & is_on_all_states)
 
 

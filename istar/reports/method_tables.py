@@ -1,8 +1,7 @@
 """The report's tables and figure of all methods: each penalty and setting, compared with a reference."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
-from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -18,17 +17,12 @@ from istar.drawing.page_tables import (
 )
 from istar.drawing.plot import Panel, Plot
 from istar.records.metric_names import axis_label, count_decimals, format_difference, format_number
-from istar.records.results import RunRecord
-from istar.reports.configurations import by_model_and_task, describe_hyperparameters, is_finite, row_dicts
-from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison, select_runs_by_method
+from istar.reports.configurations import describe_hyperparameters, row_dicts
+from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.reports.paper_figures import MARKER_LEGEND, build_mean_point
 from istar.statistics import ALPHA, POWER, paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from istar.statistics.paired import mean_and_std
-
-_FORMAT_SPEC_BY_MEASURE = {"within": ".3f", "between": ".4f", "between_share": ".3f"}
-_STAGES = ("before", "after")
-"""Times of the measurements, relative to training."""
 
 
 def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
@@ -195,67 +189,3 @@ def build_all_methods_plot(compared_methods: ComparedMethods) -> Plot:
         x_label="IsoScore",
         panels=tuple(panels),
     )
-
-
-def build_class_isotropy_sheet(all_runs: pd.DataFrame, records: Mapping[str, RunRecord]) -> Sheet:
-    """Return the table of isotropy within and between classes: a row per method of every model and classification task.
-
-    The runs are the same as in the table of all methods. `all_runs` is from `configurations.add_selection_columns`, and
-    `records` are by folder.
-    """
-    usable_runs = all_runs[all_runs["usable"]]
-    rows = [
-        row
-        for task_runs in by_model_and_task(usable_runs)
-        for method, runs in select_runs_by_method(task_runs).items()
-        if (row := _build_class_row(method, runs, [records[folder] for folder in runs["folder"]])) is not None
-    ]
-    return Sheet(
-        name="class_isotropy",
-        title="Isotropy within and between classes",
-        caption="The state of the token that the head reads (the first of an encoder, the last of a decoder) in the "
-        "last layer, over the validation set with its true labels; before → after training, means over seeds. Within: "
-        "IsoScore of the pooled covariance within classes. Between: IsoScore of the covariance of the class means, at "
-        "most (C - 2) / (d - 1) for C classes and d dimensions, so that it is 0 for two classes. Share: the trace of "
-        "the latter covariance divided by that of the total covariance, which is the sum of both. IsoScore is too low "
-        "for fewer than about ten examples per dimension: compare it only over the same validation set.",
-        header=("task", "method", "seeds", "IsoScore\nwithin", "IsoScore\nbetween", "share of variance\nbetween"),
-        rows_by_group=group_rows_by_model(rows, _format_class_row),
-        frame=pd.DataFrame(rows),
-        num_row_headers=2,
-    )
-
-
-def _get_last_layer_measures(record: RunRecord, stage: str) -> dict[str, float]:
-    """Return the finite measures of a run's last layer `before` or `after` training, by name."""
-    measures_by_layer = record.class_isotropy.get(stage) or {}
-    last_layer_measures = measures_by_layer[max(measures_by_layer, key=int)] if measures_by_layer else {}
-    return {name: value for name, value in last_layer_measures.items() if value is not None and is_finite(value)}
-
-
-def _build_class_row(method: str, runs: pd.DataFrame, records: Sequence[RunRecord]) -> dict[str, Any] | None:
-    """Return a method's row of means over seeds; None if no run has the measures."""
-    measured_records = [record for record in records if _get_last_layer_measures(record, "after")]
-    if not measured_records:
-        return None
-    row = {
-        "model": runs["model"].iloc[0],
-        "task": runs["task"].iloc[0],
-        "method": method,
-        "seeds": len(measured_records),
-    }
-    for stage in _STAGES:
-        measures = [_get_last_layer_measures(record, stage) for record in measured_records]
-        for name in _FORMAT_SPEC_BY_MEASURE:
-            values = [measures_of_seed[name] for measures_of_seed in measures if name in measures_of_seed]
-            row[f"{name}_{stage}"] = fmean(values) if values else None
-    return row
-
-
-def _format_class_row(row: Mapping[str, Any]) -> list[Entry]:
-    measure_texts = [
-        " → ".join(format_number(row[f"{measure}_{stage}"], format_spec) for stage in _STAGES)
-        for measure, format_spec in _FORMAT_SPEC_BY_MEASURE.items()
-    ]
-    number_texts = [str(row["seeds"]), *measure_texts]
-    return [Entry(row["task"]), Entry(row["method"]), *numeric_entries(number_texts)]

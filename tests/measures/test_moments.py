@@ -266,9 +266,9 @@ def test_a_hessian_vector_product_of_float32_points_is_that_of_float64_ones():
 
 def test_products_in_bfloat16_have_no_second_derivative():
     points = cloud(8, 3, dtype=torch.float32).requires_grad_()
-    scatter = mean_and_scatter(points, matmul_dtype=torch.bfloat16).scatter
+    [block] = mean_and_scatter_of_layers([points], [None], torch.bfloat16)
     with pytest.raises(UserError, match="no second derivative; use compute='float32'") as error:
-        torch.autograd.grad(scatter.sum(), points, create_graph=True)
+        torch.autograd.grad(block.scatter.sum(), points, create_graph=True)
     assert "\n" not in str(error.value)
 
 
@@ -355,7 +355,7 @@ def test_a_point_far_off_costs_the_others_no_digits_in_bfloat16():
     first, second = 0.01 * torch.randn(2, 4000, 4, generator=torch.Generator().manual_seed(0))
     second[:, 0] += 1.3
     second[0, 0] = 1000
-    union = merge_moments([mean_and_scatter(part, matmul_dtype=torch.bfloat16) for part in (first[:15], second)])
+    union = merge_moments(mean_and_scatter_of_layers([first[:15], second], [None, None], torch.bfloat16))
     expected = Moments.of(torch.cat([first[:15], second]).double())
     assert (union.scatter - expected.scatter).norm() < 0.01 * expected.scatter.norm()
 

@@ -54,31 +54,17 @@ MUTATIONS = [
     ),
     # ---- the penalty
     Mutation(
-        "Sigma_S of a penalty within classes is that of all points.",
-        "istar/hidden_states/attach.py",
-        '            within="label" if penalty.needs_labels else None,\n',
-        "",
-        "tests/regularizers/test_within.py",
-    ),
-    Mutation(
-        "Each layer is centered on class means of its own.",
-        "istar/measures/classes.py",
-        "merged.scatter = differences.T @ (counts.reshape(-1, 1) * differences)",
-        "merged.scatter = 0 * (differences.T @ differences)",
-        "tests/regularizers/test_within.py",
-    ),
-    Mutation(
-        "The token of a decoder that is measured within classes is the first one.",
+        "The intrinsic dimension of a decoder is measured at its first tokens.",
         "istar/finetune/training/final_geometry.py",
         "if is_decoder(config):",
         "if False:",
-        "tests/finetune/training/test_class_isotropy.py",
+        "tests/finetune/training/test_final_geometry.py::test_first_and_last_tokens_wherever_the_padding_is",
     ),
     Mutation(
         "Padding counts in the penalty, whatever the settings.",
         "istar/regularizers/base.py",
-        "Tokens(None if self.include_padding else attention_mask, labels=labels)",
-        "Tokens(None, labels=labels)",
+        "Tokens(None if self.include_padding else attention_mask)",
+        "Tokens()",
         "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
     ),
     Mutation(

@@ -150,11 +150,6 @@ def test_the_set_point_reaches_the_penalty(name: str) -> None:
         ({"rows": 10}, r"reg\.rows=10 needs target=input_embeddings or output_embeddings"),
         ({"max_norm_ratio": 1.0}, r"reg\.max_norm_ratio=1 "),
         ({"points": "last", "target": "input_embeddings"}, r"reg\.target=input_embeddings has rows"),
-        ({"within": "class"}, r"reg\.within=class is not known"),
-        ({"within": "label", "estimator": "unbiased", "zeta": 0}, r"reg\.within=label needs estimator=shrinkage"),
-        ({"within": "label", "zeta": "auto"}, r"reg\.within=label needs estimator"),
-        ({"within": "label", "points": "labelled"}, r"reg\.points=labelled one for each"),
-        ({"within": "label", "target": "input_embeddings"}, r"reg\.target=input_embeddings has no labels"),
         ({"refresh_every_n_steps": 0}, r"reg\.refresh_every_n_steps=0 is too small"),
     ],
 )

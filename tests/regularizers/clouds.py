@@ -35,13 +35,11 @@ def value_and_gradients(
     return value.detach(), list(torch.autograd.grad(value, hidden_states))
 
 
-def check_undefined(
-    penalty: Penalty, hidden_states: Sequence[Tensor], mask: Tensor | None = None, labels: Tensor | None = None
-) -> None:
+def check_undefined(penalty: Penalty, hidden_states: Sequence[Tensor], mask: Tensor | None = None) -> None:
     """Check that these points have no score: loss and gradient are 0, the loss is counted, and there is one warning."""
     with pytest.warns(UserWarning, match=f"have no {penalty.measure}, because they are too few or all equal"):
         value, gradients = value_and_gradients(
-            lambda s: penalty(s, mask, labels) + 0 * sum(state.sum() for state in s), hidden_states
+            lambda s: penalty(s, mask) + 0 * sum(state.sum() for state in s), hidden_states
         )
     assert value == 0
     assert not any(gradient.any() for gradient in gradients)

@@ -497,7 +497,7 @@ def test_weight_0_is_0_whatever_the_states_hold_and_a_schedule_may_change_it():
 
 def test_other_options_do_not_change_after_they_were_checked():
     penalty = make_penalty(0.2)
-    for option, value in {"zeta": 0.0, "estimator": "unbiased", "within": "label", "layers": "last"}.items():
+    for option, value in {"zeta": 0.0, "estimator": "unbiased", "layers": "last"}.items():
         with pytest.raises(OptionError, match=f"{option}={value}: only weight can change"):
             setattr(penalty, option, value)
     assert repr(penalty) == repr(make_penalty(0.2))
@@ -653,7 +653,6 @@ INVALID_CALLS = [
     (lambda: IStar(1.0, 0.2, estimator="unbiased"), "zeta=0.2"),
     (lambda: IStar(1.0, "auto", estimator="unbiased"), "zeta=auto"),
     (lambda: IStar(1.0, 0, set_point=0.3), "set_point=0.3; expected a SetPoint"),
-    (lambda: IStar(1.0, 0, within="label")(states(), labels=[0, 1, 0, 1]), "labels: expected a tensor"),
     (lambda: IStar(1.0, 0, estimator="unbised"), "estimator=unbised"),
     (lambda: IStar(1.0, 0, compute="float16"), "compute=float16"),
     (lambda: IStar(1.0, "auto", compute="bf16"), "compute=bf16"),

@@ -36,7 +36,6 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 WIDTH, LAYERS, STEPS = 5, 3, 2
 SHARDS = ((4, 7), (4, 4))  # (batch, tokens) of each process
 LENGTHS = ((7, 3, 5, 1), (2, 4, 3, 1))  # real tokens of each example
-LABELS = ((0, 1, 1, 0), (5, 5, 5, 1))  # the second process has a class that the first one does not know
 
 
 class Layer(torch.nn.Linear):
@@ -52,7 +51,7 @@ class Tower(torch.nn.Module):
         torch.manual_seed(1)
         self.layers = torch.nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(LAYERS)).double()
 
-    def forward(self, hidden_state, attention_mask=None, labels=None):
+    def forward(self, hidden_state, attention_mask=None):
         hidden_states = [hidden_state]
         for layer in self.layers:
             hidden_states.append(layer(hidden_states[-1]))
@@ -60,20 +59,20 @@ class Tower(torch.nn.Module):
 
 
 def make_shard(rank):
-    """Return the points, the mask and the labels of a process."""
+    """Return the points and the mask of a process."""
     (batch, tokens), lengths = SHARDS[rank], torch.tensor(LENGTHS[rank])
     generator = torch.Generator().manual_seed(rank)
     points = torch.randn(batch, tokens, WIDTH, generator=generator, dtype=torch.float64) + rank
-    return points, (torch.arange(tokens) < lengths[:, None]).long(), torch.tensor(LABELS[rank])
+    return points, (torch.arange(tokens) < lengths[:, None]).long()
 
 
 def join_shards():
     """Return both shards as one batch; the second has masked padding of 3.0, which must not count."""
-    (first, first_mask, first_labels), (second, second_mask, second_labels) = make_shard(0), make_shard(1)
+    (first, first_mask), (second, second_mask) = make_shard(0), make_shard(1)
     num_padding_tokens = first.shape[1] - second.shape[1]
     second = torch.nn.functional.pad(second, (0, 0, 0, num_padding_tokens), value=3.0)
     second_mask = torch.nn.functional.pad(second_mask, (0, num_padding_tokens))
-    return torch.cat([first, second]), torch.cat([first_mask, second_mask]), torch.cat([first_labels, second_labels])
+    return torch.cat([first, second]), torch.cat([first_mask, second_mask])
 
 
 PENALTIES = {
@@ -81,7 +80,6 @@ PENALTIES = {
     "auto": partial(IStar, zeta="auto"),
     "unbiased": partial(IStar, zeta=0, estimator="unbiased"),
     "by sentence": partial(IStar, zeta=0, estimator="unbiased_by_sentence"),
-    "within": partial(IStar, zeta=0, within="label"),
     "random direction": partial(RandomDirection, zeta=0, seed=3),
     "cosreg": CosReg,
     "decorrelation": Decorrelation,
@@ -95,7 +93,7 @@ PENALTIES = {
 }
 DEFINED_FOR_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
 NEED_MORE_THAN_TWO_POINTS = {"unbiased", "by sentence", "simctg"}
-ATTACHED = ("istar", "by sentence", "within", "simctg")
+ATTACHED = ("istar", "by sentence", "simctg")
 """Penalties whose summaries differ in kind, for the checks of what is the same for all penalties."""
 
 
@@ -106,7 +104,7 @@ def build_penalty(name, sync=True, group=None):
     return penalty
 
 
-def train(model, penalty, points, mask, labels, modules=None):
+def train(model, penalty, points, mask, modules=None):
     """Train on the penalty alone by plain SGD; returns the penalty of each step and the final parameters.
 
     With `modules`, the penalty is attached to the model instead of called with what it returns.
@@ -115,8 +113,8 @@ def train(model, penalty, points, mask, labels, modules=None):
     attached = None if modules is None else attach(model, penalty, modules)
     values = []
     for _ in range(STEPS):
-        hidden_states = model(points, mask, labels)
-        loss = penalty(hidden_states, mask, labels) if attached is None else attached.loss()
+        hidden_states = model(points, mask)
+        loss = penalty(hidden_states, mask) if attached is None else attached.loss()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -130,8 +128,8 @@ def train(model, penalty, points, mask, labels, modules=None):
 def compute_value_and_gradient(penalty, rank):
     """Return a penalty of the shard of a process and its gradient, without an average over processes."""
     model = Tower()
-    points, mask, labels = make_shard(rank)
-    loss = penalty(model(points), mask, labels)
+    points, mask = make_shard(rank)
+    loss = penalty(model(points), mask)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([loss.detach()[None], *(gradient.flatten() for gradient in gradients)])
 
@@ -139,10 +137,10 @@ def compute_value_and_gradient(penalty, rank):
 def compute_undefined(name, rank, count):
     """Return the penalty of the first `count` tokens of a process, its largest gradient, and whether it is counted."""
     penalty = build_penalty(name)
-    points, mask, labels = make_shard(rank)
+    points, mask = make_shard(rank)
     points.requires_grad_()
     mask = (torch.arange(mask.numel()) < count).view(mask.shape).long()
-    loss = penalty([points, points], mask, 0 * labels) + 0 * points.sum()
+    loss = penalty([points, points], mask) + 0 * points.sum()
     (gradient,) = torch.autograd.grad(loss, points)
     return torch.stack([loss.detach(), gradient.abs().max(), penalty.undefined.total.double()])
 
@@ -158,8 +156,8 @@ def make_sharded_tower():
 
 def make_batches(rank, sizes):
     """Return batches of arguments of the tower, with the first `sizes` tokens of the shard of a process."""
-    points, mask, labels = make_shard(rank)
-    return [(points[:, :tokens], mask[:, :tokens], labels) for tokens in sizes]
+    points, mask = make_shard(rank)
+    return [(points[:, :tokens], mask[:, :tokens]) for tokens in sizes]
 
 
 # Tokens of each batch of both processes, and numbers of points of both that have no score.
@@ -168,7 +166,7 @@ COUNTS = {"one point": (1, 0), "no points": (0, 0), "one on each": (1, 1)}
 
 
 def compute_moments(rank, kind=Moments):
-    points, mask, _ = make_shard(rank)
+    points, mask = make_shard(rank)
     return kind.of(100 + points, mask)
 
 
@@ -180,30 +178,29 @@ def run_worker(rank, folder):
     single_process_group = [dist.new_group([0]), dist.new_group([1])][rank]
     results = {}
     for name in PENALTIES:
-        points, mask, labels = make_shard(rank)
-        results[name, "unequal"] = train(DistributedDataParallel(Tower()), build_penalty(name), points, mask, labels)
+        points, mask = make_shard(rank)
+        results[name, "unequal"] = train(DistributedDataParallel(Tower()), build_penalty(name), points, mask)
         results[name, "alone"] = compute_value_and_gradient(build_penalty(name, sync=False), rank)
         results[name, "group"] = compute_value_and_gradient(build_penalty(name, group=single_process_group), rank)
         for case, counts in COUNTS.items():
             results[name, case] = compute_undefined(name, rank, counts[rank])
         if rank == 1:
             points[0, 0, 0] = torch.nan
-        results[name, "nan"] = build_penalty(name)([points, points], mask, labels)
+        results[name, "nan"] = build_penalty(name)([points, points], mask)
     for name in ATTACHED:
-        points, mask, labels = make_shard(rank)
+        points, mask = make_shard(rank)
         results[name, "padding"] = train(
-            DistributedDataParallel(Tower()), build_penalty(name), points, mask if rank == 0 else 0 * mask, labels
+            DistributedDataParallel(Tower()), build_penalty(name), points, mask if rank == 0 else 0 * mask
         )
         model = DistributedDataParallel(Tower())
         results[name, "attached"] = train(model, build_penalty(name), *make_shard(rank), model.module.layers)
         model = make_sharded_tower()
         results[name, "sharded"] = train(model, build_penalty(name), *make_shard(rank), model.layers)
 
-    groups = {"union": {}, "alone": {"sync": False}, "group": {"group": single_process_group}}
-    refreshes = {**groups, "within": {"within": "label"}}
+    refreshes = {"union": {}, "alone": {"sync": False}, "group": {"group": single_process_group}}
     for loader, sizes in LOADERS.items():
         for case, arguments in refreshes.items():
-            if case in ("union", "within") or sizes[rank]:
+            if case == "union" or sizes[rank]:
                 model = Tower()
                 results[loader, case] = shrinkage_covariance(
                     model, iter(make_batches(rank, sizes[rank])), modules=model.layers, **arguments
@@ -262,10 +259,10 @@ def test_training_equals_one_process_with_the_union(results, name):
     """Also if all tokens of one process are padding."""
     initial_parameters = torch.nn.utils.parameters_to_vector(Tower().parameters())
     for case in ("unequal", "padding") if name in ATTACHED else ("unequal",):
-        points, mask, labels = join_shards()
+        points, mask = join_shards()
         if case == "padding":
             mask[SHARDS[0][0] :] = 0
-        expected = train(Tower(), build_penalty(name), points, mask, labels)
+        expected = train(Tower(), build_penalty(name), points, mask)
         for result in results:
             assert_close(result[name, case], expected, **CLOSE)
         assert (expected[STEPS:] - initial_parameters).abs().max() > 1e-3
@@ -304,28 +301,21 @@ def test_all_processes_decide_alike_whether_points_have_a_score(results, name):
     assert all(result[name, "nan"].isnan() for result in results)
 
 
-def naive_covariance(ranks, sizes, within=False):
-    """Return the covariance of the real tokens of all layers by numpy; `within` centers each class on its mean."""
-    points, classes = [], []
+def naive_covariance(ranks, sizes):
+    """Return the covariance of the real tokens of all layers by numpy."""
+    points = []
     for rank in ranks:
-        for batch, mask, labels in make_batches(rank, sizes[rank]):
+        for batch, mask in make_batches(rank, sizes[rank]):
             points += [state[mask.bool()] for state in Tower()(batch)[1:]]
-            classes += [labels[:, None].expand(mask.shape)[mask.bool()]] * LAYERS
-    points, classes = torch.cat(points).detach().numpy(), torch.cat(classes).numpy()
-    if not within:
-        return torch.from_numpy(np.cov(points, rowvar=False))
-    centered = [points[classes == label] - points[classes == label].mean(0) for label in set(classes)]
-    return torch.from_numpy(sum(part.T @ part for part in centered) / (len(points) - len(centered)))
+    return torch.from_numpy(np.cov(torch.cat(points).detach().numpy(), rowvar=False))
 
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_sigma_s_of_two_processes_is_that_of_all_points_or_of_each_ones_own(results, loader):
     sizes = LOADERS[loader]
     close = {"rtol": 1e-6, "atol": 1e-6}
-    for case in ("union", "within"):
-        assert torch.equal(results[0][loader, case], results[1][loader, case])
-        expected = naive_covariance((0, 1), sizes, within=case == "within")
-        assert_close(results[0][loader, case].double(), expected, **close)
+    assert torch.equal(results[0][loader, "union"], results[1][loader, "union"])
+    assert_close(results[0][loader, "union"].double(), naive_covariance((0, 1), sizes), **close)
     for rank, result in enumerate(results):
         if sizes[rank]:
             process_covariance = naive_covariance((rank,), sizes)

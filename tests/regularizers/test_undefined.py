@@ -30,7 +30,6 @@ from istar.regularizers.base import UndefinedCount
 from tests.regularizers.clouds import check_undefined, value_and_gradients
 
 WIDTH = 6
-LABELS = torch.zeros(5, dtype=torch.long)
 
 
 def with_sigma(**arguments) -> IStar:
@@ -46,8 +45,6 @@ PENALTIES: dict[str, Callable[[], Penalty]] = {
     "auto": lambda: with_sigma(zeta="auto"),
     "unbiased": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased"),
     "by sentence": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased_by_sentence"),
-    "within": lambda: IStar(1.0, 0.0, layers="last", within="label"),
-    "within, zeta": lambda: with_sigma(zeta=0.4, within="label"),
     "bf16": lambda: IStar(1.0, 0.0, layers="last", compute="bf16"),
     "random direction": lambda: RandomDirection(1.0, 0.0, layers="last"),
     "cosreg": lambda: CosReg(1.0),
@@ -62,7 +59,7 @@ PENALTIES: dict[str, Callable[[], Penalty]] = {
 }
 WITH_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
 """Penalties that are defined for one point."""
-WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "by sentence", "within", "bf16", "random direction"}
+WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "by sentence", "bf16", "random direction"}
 """Penalties that are not defined for equal points."""
 
 
@@ -78,9 +75,9 @@ def test_too_few_points(name: str) -> None:
         penalty = PENALTIES[name]()
         states, mask = make_points(count)
         if count == 0 or name not in WITH_ONE_POINT:
-            check_undefined(penalty, states, mask, LABELS)
+            check_undefined(penalty, states, mask)
             # There is one warning, but each loss is counted.
-            assert penalty(states, mask, LABELS) == 0
+            assert penalty(states, mask) == 0
             assert penalty.undefined.seen == 2
         else:
             check_finite(penalty, states, mask)
@@ -93,7 +90,7 @@ def test_equal_points(name: str) -> None:
         points = (scale * torch.linspace(0.1, 1.3, WIDTH)).expand(5, 7, WIDTH)
         penalty = PENALTIES[name]()
         if name in WITHOUT_SPREAD or (scale == 0 and name in ("kurtosis", "spectrum")):
-            check_undefined(penalty, [points, points], None, LABELS)
+            check_undefined(penalty, [points, points])
         else:
             gradients = check_finite(penalty, [points, points], None)
             assert max(gradient.abs().max() for gradient in gradients) < 10
@@ -101,7 +98,7 @@ def test_equal_points(name: str) -> None:
 
 def check_finite(penalty: Penalty, states: list[Tensor], mask: Tensor | None) -> list[Tensor]:
     """Check that these points have a finite penalty and a finite gradient, and return the latter."""
-    value, gradients = value_and_gradients(lambda s: penalty(s, mask, LABELS) + 0 * s[0].sum(), states)
+    value, gradients = value_and_gradients(lambda s: penalty(s, mask) + 0 * s[0].sum(), states)
     assert value.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert penalty.undefined.seen == 0
@@ -129,7 +126,7 @@ def test_points_that_are_not_finite_are_not_hidden(name: str) -> None:
         states[1] = states[1].clone()
         states[1][0, 0, 0] = bad
         value, gradients = value_and_gradients(
-            lambda s, mask=mask, penalty=penalty: penalty(s, mask, LABELS) + 0 * s[0].sum(), states
+            lambda s, mask=mask, penalty=penalty: penalty(s, mask) + 0 * s[0].sum(), states
         )
         assert value.isnan()
         assert name == "zeta 1" or gradients[1].isnan().any()

@@ -12,7 +12,6 @@ import numpy as np
 from istar.records.results import RESULT, RunRecord
 
 METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson", "clm": "perplexity"}
-NO_CLASSES = ("squad", "stsb", "clm")
 LAYERS = 4
 BASE: dict[str, Any] = {"name": "none"}
 
@@ -92,25 +91,12 @@ def record(
         "baseline": {metric: 0.5},
         "collapsed": {"validation": False},
         "isotropy": {"before": {**after, "union": 0.1}, "after": {**after, "union": after["1"]}, "points": 999},
-        "class_isotropy": {} if task in NO_CLASSES else make_class_isotropy(np.random.default_rng(seed)),
         "epochs": epochs,
         "data": {"fingerprint": f"data-{task}", "train": 100, "validation": {"validation": 50}},
         "timing": {"total": 60.0 + seed, "shrinkage": refreshes},
         **(changes or {}),
     }
     return RunRecord(name, status, settings, **values)
-
-
-def make_class_isotropy(random: np.random.Generator) -> dict[str, Any]:
-    """Return the field `class_isotropy` of a record; like that of [CLS], the embedding output has no measures."""
-    names = ("within", "between", "between_share")
-    return {
-        moment: {
-            str(layer): dict(zip(names, random.uniform(0, 1, 3).tolist() if layer else [None] * 3, strict=True))
-            for layer in range(LAYERS + 1)
-        }
-        for moment in ("before", "after")
-    }
 
 
 def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:

@@ -89,7 +89,6 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
         _check_router_loss(config, module, collate([data.train[0]]))
     data_module = FineTuningData(data.train, data.validation, data.test, collate, config.data, config.seed, data.stream)
     geometry = ValidationGeometry(
-        has_classes=spec.kind == "classification",
         is_monitored=config.trainer.monitor_isotropy,
         stop_at=config.trainer.stop_at_inter_sim,
         patience=config.trainer.inter_sim_patience,

@@ -53,7 +53,6 @@ def identify(config: Config) -> RunIdentity:
     if config.model.lora:
         extras.require("model.lora=true", "lora")
     spec = find_task_spec(config.task)
-    _check_penalty_fits_task(config, spec)
     precision.check_precision_support(config.trainer)
     examples, data_fingerprint = _load_fingerprinted_examples(spec, config)
     model_identity = identify_model(config.model)
@@ -70,15 +69,6 @@ def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examp
     if examples.stream is not None:
         data_fingerprint = hashlib.sha256(f"{data_fingerprint} {examples.stream.digest}".encode()).hexdigest()
     return examples, data_fingerprint
-
-
-def _check_penalty_fits_task(config: Config, spec: TaskSpec) -> None:
-    within_classes = getattr(config.reg, "within", None)
-    if within_classes is not None and spec.kind != "classification":
-        kind = "language modelling" if spec.is_language_modelling else f"a {spec.kind} task"
-        raise UserError(
-            f"reg.within={within_classes} needs a classification task; {spec.name} is {kind}, so leave it out"
-        )
 
 
 def resolve_config(config: Config) -> Config:

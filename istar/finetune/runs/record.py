@@ -152,10 +152,6 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
     if examples.stream is None:
         data["train"] = len(train_examples)
         data["overlap"] = {name: count_overlap(spec, train_examples, rows) for name, rows in examples_by_set.items()}
-    class_isotropy = {}
-    if "class_isotropy" in best_entry:
-        before = history.before_training.get("class_isotropy", {})
-        class_isotropy = {"before": before, "after": best_entry["class_isotropy"]}
     return {
         "headline": {
             "metric": spec.headline,
@@ -176,7 +172,6 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
             "after": best_entry["isotropy"],
             "points": job.geometry.num_points,
         },
-        "class_isotropy": class_isotropy,
         "epochs": history.epochs,
         "skipped_steps": job.module.step_guard.num_skipped,
         "data": data,

@@ -41,8 +41,8 @@ class History(L.Callback):
         geometry: callback that measures the isotropy. It must precede this callback.
         keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
         before_training: metrics and isotropy before training.
-        epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics`,
-            `isotropy` and, for tasks with classes, `class_isotropy`.
+        epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics` and
+            `isotropy`.
         best_epoch: number of the best entry of `epochs`, counted from 1; 0 before the first validation during training.
         best_evaluations: metrics and predictions of the best epoch, by the metric suffix of the validation set.
         pruned: whether an Optuna pruner has stopped the run. Checkpoints omit this, so that the run can be continued.
@@ -63,9 +63,7 @@ class History(L.Callback):
         metrics = dict(pl_module.metrics)
         if "loss" not in metrics and "val/loss" in trainer.callback_metrics:
             metrics["loss"] = trainer.callback_metrics["val/loss"].item()
-        entry: dict[str, Any] = {"metrics": metrics, "isotropy": dict(self.geometry.scores)}
-        if self.geometry.has_classes:
-            entry["class_isotropy"] = dict(self.geometry.class_scores)
+        entry = {"metrics": metrics, "isotropy": dict(self.geometry.scores)}
         if trainer.state.fn == "validate":
             self.before_training = entry
             return

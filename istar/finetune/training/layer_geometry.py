@@ -12,21 +12,14 @@ import torch
 from istar.errors import UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
-from istar.finetune.training.final_geometry import (
-    StateReader,
-    call_or_none,
-    find_summary_positions,
-    unite_layers,
-)
+from istar.finetune.training.final_geometry import StateReader, unite_layers
 from istar.finetune.training.module import FineTuner, log_immediately, naming_step
 from istar.hidden_states.model_layers import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
-from istar.measures import ClassMoments, Moments, isoscore
+from istar.measures import Moments, isoscore
 from istar.measures.layer_sums import LayerSums
 from istar.records.metric_names import geometry_key, isotropy_key
 
-CLASS_SCORES = ("within", "between", "between_share")
-"""Names of the scores of a layer by class; `istar.measures.class_isotropy` explains them."""
 MONITORED = ("inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio")
 """Measures that are logged after every validation with `trainer.monitor_isotropy`."""
 SAMPLED = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
@@ -51,9 +44,6 @@ class ValidationGeometry(L.Callback):
     start, do not stop the training.
 
     Args:
-        has_classes: also measure the isotropy within and between classes, the true labels. Each sequence contributes
-            one point, the state that the model's head reads: the first token ([CLS]) of an encoder, or the last token
-            of a decoder.
         is_monitored: also log the measures in `MONITORED` as `isotropy/layer_<l>/<measure>`, and the mean InterSim of
             layers 1 to L as `isotropy/inter_sim`.
         stop_at: mean InterSim in [-1, 1] that stops training, and is then monitored; None never stops it.
@@ -61,25 +51,20 @@ class ValidationGeometry(L.Callback):
 
     Attributes:
         scores: latest IsoScores by layer: `0`, `1` to `L`, and `union`, layers 1 to L together.
-        class_scores: latest scores by layer and then by the names in `CLASS_SCORES`; see `compute_class_scores`.
         inter_sim: latest mean InterSim of layers 1 to L; NaN if it is not monitored.
         num_points: number of tokens of each layer in the scores.
     """
 
-    def __init__(
-        self, has_classes: bool = False, is_monitored: bool = False, stop_at: float | None = None, patience: int = 2
-    ) -> None:
-        self.has_classes, self.is_monitored = has_classes, is_monitored or stop_at is not None
+    def __init__(self, is_monitored: bool = False, stop_at: float | None = None, patience: int = 2) -> None:
+        self.is_monitored = is_monitored or stop_at is not None
         self.stop_at, self.patience = stop_at, patience
         self.scores: dict[str, float] = {}
-        self.class_scores: dict[str, dict[str, float | None]] = {}
         self.inter_sim = math.nan
         self.num_points = 0
         self._was_below, self._num_above = False, 0
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._sums: list[Any] = []
-        self._class_moments: list[ClassMoments] = []
 
     def on_validation_batch_end(
         self,
@@ -99,27 +84,16 @@ class ValidationGeometry(L.Callback):
             self._sums = [sums_class(states.shape[-1], states.device) for states in states_by_layer]
         for sums, states in zip(self._sums, states_by_layer, strict=True):
             sums.update(states, mask)
-        if self.has_classes:
-            model: Any = pl_module.model
-            rows, positions = torch.arange(len(mask), device=mask.device), find_summary_positions(model.config, mask)
-            if not self._class_moments:
-                self._class_moments = [ClassMoments(states.shape[-1], states.device) for states in states_by_layer]
-            for moments, states in zip(self._class_moments, states_by_layer, strict=True):
-                moments.update(states[rows, positions], batch["labels"])
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compute and log the measures of all layers from the tokens of all processes."""
         all_sums: list[Any] = [sums.all_reduce() for sums in self._sums]
         moments_by_layer: list[Moments] = [sums.moments if self.is_monitored else sums for sums in all_sums]
-        class_moments = [moments.all_reduce() for moments in self._class_moments]
-        self._sums, self._class_moments = [], []
+        self._sums = []
         self.num_points = int(moments_by_layer[0].count)
         with naming_step("validation", trainer):
             self.scores = {str(layer): isoscore(moments).item() for layer, moments in enumerate(moments_by_layer)}
             self.scores["union"] = isoscore(unite_layers(moments_by_layer)).item()
-            self.class_scores = {
-                str(layer): compute_class_scores(moments) for layer, moments in enumerate(class_moments)
-            }
             measures_by_layer = [sums.compute(MONITORED) for sums in all_sums] if self.is_monitored else []
         logged = {isotropy_key(layer): score for layer, score in self.scores.items()}
         for layer, measures in enumerate(measures_by_layer):
@@ -224,18 +198,3 @@ class GeometryProbe(L.Callback):
                 for name, value in layer_sums.compute(SAMPLED).items()
             }
         log_immediately(trainer, {"epoch": epoch, **values, SECONDS_KEY: time.perf_counter() - start})
-
-
-def compute_class_scores(moments: ClassMoments) -> dict[str, float | None]:
-    """Return the isotropy within and between classes by the names in `CLASS_SCORES`; None for an undefined score.
-
-    All are None if the points are equal up to rounding, as are the embedding outputs of [CLS].
-
-    Raises:
-        NonFiniteError: if points are not finite.
-    """
-    rounding_error = 4 * torch.finfo(torch.float32).eps * moments.mean.norm()
-    if moments.total_covariance().trace() <= rounding_error.square():
-        return dict.fromkeys(CLASS_SCORES)
-    functions = (moments.isoscore_within, moments.isoscore_between, moments.between_share)
-    return {name: call_or_none(function) for name, function in zip(CLASS_SCORES, functions, strict=True)}

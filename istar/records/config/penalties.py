@@ -191,20 +191,13 @@ class IStarConfig(PenaltyConfig):
     refresh_every_n_steps: Any
 
     def _check_and_fix_options(self) -> None:
-        if self.within is not None and self.points in ("labelled", "completion"):
-            raise OptionError(
-                f"within={self.within} needs one label for each sequence and reg.points={self.points} one for each "
-                "token; use reg.points=all, content, first or last"
-            )
-        if self.target != HIDDEN_STATES and self.within is not None:
-            raise OptionError(f"target={self.target} has no labels; reg.within needs reg.target={HIDDEN_STATES}")
         if self.target != HIDDEN_STATES and self.estimator == "unbiased_by_sentence":
             raise OptionError(
                 f"target={self.target} has no sentences; reg.estimator={self.estimator} needs "
                 f"reg.target={HIDDEN_STATES}"
             )
         self.zeta = parse_zeta(self.zeta)
-        if self.within is None and (self.estimator != "shrinkage" or self.target != HIDDEN_STATES):
+        if self.estimator != "shrinkage" or self.target != HIDDEN_STATES:
             self.zeta = 0.0
         if self.zeta == 0:
             self.num_points, self.refresh_every_n_steps = PenaltySettings.num_points, None

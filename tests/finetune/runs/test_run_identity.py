@@ -278,7 +278,7 @@ def test_processes_that_would_train_different_runs_are_refused(small: Build, mon
 @pytest.mark.parametrize(
     "override",
     ["reg.target=input_embeddings", "reg.points=content", "reg.max_norm_ratio=3", "reg.schedule=linear",
-     "reg.refresh_every_n_steps=10", "reg.within=label"],
+     "reg.refresh_every_n_steps=10"],
 )  # fmt: skip
 def test_settings_of_a_penalty_give_another_name(composed: Build, override: str) -> None:
     names = {run_folder_path(composed("task=rte", *overrides), "data", "model").name for overrides in ((), (override,))}

@@ -143,31 +143,6 @@ def test_batches_without_a_score_add_nothing_and_are_counted(cached_run: Callabl
         assert (steps["train/penalty"] == 0).tolist() == [False, True, False, True]
 
 
-def test_classification_records_the_isotropy_within_and_between_classes(cached_run: Callable[..., Any]) -> None:
-    _, record, folder = cached_run("task=demo", "reg=istar")
-    isotropy = record.class_isotropy
-    assert list(isotropy) == ["before", "after"]
-    assert isotropy["after"] == record.epochs[record.headline["epoch"] - 1]["class_isotropy"]
-    assert isotropy["before"] != isotropy["after"]
-    assert isotropy == results.read_result(folder).class_isotropy
-    for layers in isotropy.values():
-        assert list(layers) == list(record.isotropy["after"])[:-1]
-        assert all(0 < layers["2"][name] < 1 for name in ("within", "between_share"))
-    _, regression_record, _ = cached_run("task=demo_regression", "reg=istar")
-    assert regression_record.class_isotropy == {}
-    assert "class_isotropy" not in regression_record.epochs[0]
-
-
-def test_a_penalty_within_classes_is_trained_with_sigma_s_within_classes(cached_run: Callable[..., Any]) -> None:
-    _, istar_record, _ = cached_run("task=demo", "reg=istar")
-    _, record, folder = cached_run("task=demo", "reg=istar", "reg.within=label")
-    columns = logged(folder)
-    assert columns["train/penalty"] == pytest.approx([-(1 - score) for score in columns["train/isoscore_star"]])
-    assert columns["train/isoscore_star"] != logged(cached_run("task=demo", "reg=istar")[2])["train/isoscore_star"]
-    assert len(record.timing["shrinkage"]) == 2
-    assert record.name != istar_record.name
-
-
 # ---- the saved model
 
 
