@@ -12,7 +12,7 @@ import torch
 from istar.errors import UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
-from istar.finetune.training.final_geometry import StateReader, unite_layers
+from istar.finetune.training.final_geometry import StateReader, call_or_none, unite_layers
 from istar.finetune.training.module import FineTuner, log_immediately, naming_step
 from istar.hidden_states.model_layers import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
@@ -92,8 +92,8 @@ class ValidationGeometry(L.Callback):
         self._sums = []
         self.num_points = int(moments_by_layer[0].count)
         with naming_step("validation", trainer):
-            self.scores = {str(layer): isoscore(moments).item() for layer, moments in enumerate(moments_by_layer)}
-            self.scores["union"] = isoscore(unite_layers(moments_by_layer)).item()
+            self.scores = {str(layer): _score_or_nan(moments) for layer, moments in enumerate(moments_by_layer)}
+            self.scores["union"] = _score_or_nan(unite_layers(moments_by_layer))
             measures_by_layer = [sums.compute(MONITORED) for sums in all_sums] if self.is_monitored else []
         logged = {isotropy_key(layer): score for layer, score in self.scores.items()}
         for layer, measures in enumerate(measures_by_layer):
@@ -119,6 +119,12 @@ class ValidationGeometry(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_points = state_dict["points"]
         self._was_below, self._num_above = state_dict["was_below"], state_dict["above"]
+
+
+def _score_or_nan(moments: Moments) -> float:
+    """Return IsoScore, or NaN for points without variance, as of a layer that has collapsed."""
+    score = call_or_none(lambda: isoscore(moments))
+    return math.nan if score is None else score
 
 
 @dataclass(eq=False)

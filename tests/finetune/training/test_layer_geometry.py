@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,23 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 
 from istar.errors import UserError
 from istar.finetune.runs.run import run
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.finetune.training import FineTuner, ValidationGeometry
 from istar.geometry.collect.layer_outputs import Taps
+from istar.inputs import demo, tiny
 from istar.measures import isoscore
+from istar.records import results
 from istar.records.config import AdamWConfig, Config
 from istar.records.task_specs import TASKS
 from tests.jobs import Start, starting
@@ -80,6 +90,20 @@ def test_every_figure_and_no_other_training(small: Build, tmp_path: Path) -> Non
             assert len(logged) == 2
             assert logged[-1] == pytest.approx(value, rel=2e-3), (layer, name)
     assert read_column(folder, "isotropy/inter_sim")[-1] == pytest.approx(np.mean(inter_sims[1:]), rel=1e-3)
+
+
+def test_a_layer_without_variance_ends_no_run(small: Build, tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
+    model = BertModel(BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=2, num_attention_heads=2))
+    torch.nn.init.zeros_(model.encoder.layer[1].output.LayerNorm.weight)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    record = run(small("model=auto", f"model.name={tmp_path / 'model'}", "reg=none"))
+    assert record.status == "finished"
+    before = record.isotropy["before"]
+    assert [layer for layer, score in before.items() if math.isnan(score)] == ["2"]
+    assert not math.isnan(record.isotropy["after"]["2"])
+    assert results.read_result(get_run_folder(small(), record.name)).isotropy["before"].keys() == before.keys()
 
 
 def test_layers_of_gpt2_are_those_of_istar_measure(setting, harness) -> None:
