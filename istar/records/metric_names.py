@@ -66,8 +66,12 @@ def format_metric(metric: str, value: float | None) -> str:
 
 
 def format_number(value: float | None, format_spec: str) -> str:
-    """Format a number, or None as a dash; a negative number that rounds to zero loses its minus sign."""
-    if value is None:
+    """Format a number, None and NaN as a dash; a negative number that rounds to zero loses its minus sign.
+
+    >>> format_number(-0.001, ".2f"), format_number(math.nan, "+.2f")
+    ('0.00', '-')
+    """
+    if value is None or math.isnan(value):
         return "-"
     text = format(value, format_spec)
     rounds_to_zero = not text.strip("-0.")
