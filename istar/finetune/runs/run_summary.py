@@ -9,7 +9,14 @@ from rich.table import Table
 
 from istar.drawing.plot import Line, Panel, Plot, evenly_spaced
 from istar.records.identity import BASE, find_method, label_method, shorten_model_name
-from istar.records.metric_names import GEOMETRY_LABELS, format_metric, geometry_key, is_lower_better, scale_for_display
+from istar.records.metric_names import (
+    GEOMETRY_LABELS,
+    format_metric,
+    format_number,
+    geometry_key,
+    is_lower_better,
+    scale_for_display,
+)
 from istar.records.results import RunRecord
 
 _MEASURE_KEY = re.compile(geometry_key(r"(\d+)", r"(\w+)"))
@@ -45,7 +52,8 @@ def build_run_table(record: RunRecord) -> Table:
     for layer, score_after in isotropy_after.items():
         score_before = isotropy_before[layer]
         label = f"IsoScore {layer_names.get(layer, f'layer {layer}')}"
-        table.add_row(label, f"{score_before:.4f}", f"{score_after:.4f}", f"{score_after - score_before:+.4f}")
+        scores = [format_number(score, ".4f") for score in (score_before, score_after)]
+        table.add_row(label, *scores, format_number(score_after - score_before, "+.4f"))
     return table
 
 
