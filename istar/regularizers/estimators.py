@@ -1,9 +1,8 @@
 r"""Estimators of IsoScore for `IStar`: the paper's IsoScore\*, its form within classes, and the unbiased score.
 
-`istar.regularizers.by_sentence` has one more, with the same interface. An estimator computes the score in two steps.
-First, layers are reduced to sums over their points, such as the mean and the scatter matrix. The backward pass of
-`istar.measures.moments.mean_and_scatter` is one matrix product. Second, the sums of the layers are merged and scored by
-ordinary autograd operations on a few matrices `(d, d)`.
+An estimator computes the score in two steps. First, layers are reduced to sums over their points, such as the mean and
+the scatter matrix. The backward pass of `istar.measures.moments.mean_and_scatter` is one matrix product. Second, the
+sums of the layers are merged and scored by ordinary autograd operations on a few matrices `(d, d)`.
 """
 
 from abc import ABC, abstractmethod
@@ -43,8 +42,6 @@ class Estimator(ABC):
     """Name of the score in logs."""
     min_points = 2
     """Smallest number of points that can have a score."""
-    min_sequences = 1
-    """Smallest number of sequences that can have a score."""
     may_exceed_1 = False
     """Whether the score can be above 1."""
 

@@ -45,7 +45,6 @@ PENALTIES: dict[str, Callable[[], Penalty]] = {
     "zeta 1": lambda: with_sigma(zeta=1.0),
     "auto": lambda: with_sigma(zeta="auto"),
     "unbiased": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased"),
-    "by sentence": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased_by_sentence"),
     "within": lambda: IStar(1.0, 0.0, layers="last", within="label"),
     "within, zeta": lambda: with_sigma(zeta=0.4, within="label"),
     "bf16": lambda: IStar(1.0, 0.0, layers="last", compute="bf16"),
@@ -62,7 +61,7 @@ PENALTIES: dict[str, Callable[[], Penalty]] = {
 }
 WITH_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
 """Penalties that are defined for one point."""
-WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "by sentence", "within", "bf16", "random direction"}
+WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "within", "bf16", "random direction"}
 """Penalties that are not defined for equal points."""
 
 

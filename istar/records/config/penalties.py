@@ -198,11 +198,6 @@ class IStarConfig(PenaltyConfig):
             )
         if self.target != HIDDEN_STATES and self.within is not None:
             raise OptionError(f"target={self.target} has no labels; reg.within needs reg.target={HIDDEN_STATES}")
-        if self.target != HIDDEN_STATES and self.estimator == "unbiased_by_sentence":
-            raise OptionError(
-                f"target={self.target} has no sentences; reg.estimator={self.estimator} needs "
-                f"reg.target={HIDDEN_STATES}"
-            )
         self.zeta = parse_zeta(self.zeta)
         if self.within is None and (self.estimator != "shrinkage" or self.target != HIDDEN_STATES):
             self.zeta = 0.0
