@@ -19,17 +19,17 @@ DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
 ORIGIN = torch.linspace(-1, 1, DIM).double()
 
 
-def make_text(num_documents: int = 20, length: int = LENGTH, seed: int = 0) -> tuple[Any, Any, Any, Any]:
+def make_text(num_documents: int = 20) -> tuple[Any, Any, Any, Any]:
     """Return the points, types, positions and groups of the tokens of a text.
 
     The points of a document share a random shift.
     """
-    random = np.random.default_rng(seed)
-    shifts = np.repeat(random.normal(1, 1, (num_documents, DIM)), length, axis=0)
+    random = np.random.default_rng(0)
+    shifts = np.repeat(random.normal(1, 1, (num_documents, DIM)), LENGTH, axis=0)
     points = torch.from_numpy(shifts + random.normal(0, 2, shifts.shape))
-    tokens = torch.from_numpy(random.integers(0, TYPES, num_documents * length))
-    token_index = torch.arange(num_documents * length)
-    return points, tokens, token_index % length, token_index // length % GROUPS
+    tokens = torch.from_numpy(random.integers(0, TYPES, num_documents * LENGTH))
+    token_index = torch.arange(num_documents * LENGTH)
+    return points, tokens, token_index % LENGTH, token_index // LENGTH % GROUPS
 
 
 def add_tokens(layer: Layer, points: torch.Tensor, *columns: torch.Tensor) -> None:
@@ -56,11 +56,6 @@ def test_a_layer_is_on_the_device_of_its_origin_whatever_the_default_device_is()
     torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
 
 
-def split_batch(batch: Any, index: int) -> tuple[Any, Any]:
-    """Split the tokens of a batch at an index; return the tokens before it and those from it on."""
-    return tuple(values[:index] for values in batch), tuple(values[index:] for values in batch)
-
-
 def tolerance(is_by_type: bool) -> dict[str, float]:
     """Return the tolerance of a measure; unit vectors are summed in float32 by type, and otherwise in float64."""
     return {"abs": 1e-7} if is_by_type else {"rel": 1e-9}
@@ -71,7 +66,7 @@ def test_batches_merges_and_states_do_not_change_measures(
     max_recent_points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
-    first, second = split_batch(make_text(), 8 * LENGTH)
+    first, second = zip(*(column.split([8 * LENGTH, 12 * LENGTH]) for column in make_text()), strict=True)
     expected_layer = make_layer(make_text())
     second_layer, restored_layer = make_layer(second), make_layer(settings=LayerSettings("all", GROUPS))
     restored_layer.load_state_dict(make_layer(first).state_dict())

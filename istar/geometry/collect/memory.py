@@ -28,12 +28,12 @@ def count_layer_bytes(
     IntraSim if all token types occur. Only a CPU packs matrices.
     """
     dim, layer_settings = config.hidden_size, settings.make_layer_settings(config.hidden_size, num_layers)
-    num_parts = max(settings.groups, 1) if layer_settings.scatter_by_group else 1
+    num_groups = max(settings.groups, 1) if layer_settings.scatter_by_group else 1
     packed = UpperPanels(dim, device_type).size
-    numbers = num_parts * (packed + 2 * dim)
+    numbers = num_groups * (packed + 2 * dim)
     numbers += (NUM_LOG2_BINS + settings.groups) * (dim + 4) + 8 * dim
     numbers += 483 + (2**15 if settings.measures == "all" else 0)  # histograms of the norms and of the activations
-    return 8 * numbers, 4 * num_parts * packed, config.vocab_size * (4 * dim + 32) if settings.intra else 0
+    return 8 * numbers, 4 * num_groups * packed, config.vocab_size * (4 * dim + 32) if settings.intra else 0
 
 
 def describe_memory(
