@@ -180,11 +180,10 @@ class HiddenStatePenalty(AttachedPenalty):
         one penalty.
         """
         which, penalty = self.settings.points.which, self.penalty
-        has_no_score = num_sequences < penalty.min_sequences
-        if which in ("first", "last"):
-            # Each sequence has one point in each layer.
-            has_no_score |= num_sequences * self.num_layers < penalty.min_points or penalty.min_points_per_sequence > 1
-        if penalty.weight != 0 and has_no_score:
+        if which not in ("first", "last") or penalty.weight == 0:
+            return
+        # Each sequence has one point in each layer.
+        if num_sequences * self.num_layers < penalty.min_points or penalty.min_points_per_sequence > 1:
             raise UserError(
                 f"a micro-batch of {num_sequences} sequences with points={which} in {self.num_layers} layers has no "
                 f"{penalty.measure}: choose a larger batch size, more layers or points=all"

@@ -181,7 +181,6 @@ class Block(NamedTuple):
     tokens: list[int]
     is_special: list[bool]  # whether a token was added to the text (special token or separator)
     document_index: int = 0  # index of the document; for packed documents, index of the run of `RUN_LENGTH` blocks
-    piece_index: int = 0  # index of the block within its document; always 0 for packed documents
 
     @property
     def num_text_tokens(self) -> int:
@@ -235,18 +234,17 @@ class Blocks:
 
     def _cut(self, parts: Iterable[TextPart]) -> Iterator[Block]:
         tokens: list[int] = []
-        document_index = piece_index = 0
+        document_index = 0
         for part in parts:
             tokens += part.token_ids
             # Tokens that fill no piece wait for the next part of the document.
             end = len(tokens) if part.is_last else len(tokens) - len(tokens) % self._text_length
             for start in range(0, end, self._text_length):
                 piece = tokens[start : start + self._text_length]
-                yield Block(piece, [False] * len(piece), document_index, piece_index)
-                piece_index += 1
+                yield Block(piece, [False] * len(piece), document_index)
             tokens = tokens[end:]
             if part.is_last:
-                document_index, piece_index = document_index + 1, 0
+                document_index += 1
 
     def _pack(self, parts: Iterable[TextPart]) -> Iterator[Block]:
         """Join the documents with separators, cut the result into pieces, and number runs of `RUN_LENGTH` pieces."""

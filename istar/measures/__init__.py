@@ -42,11 +42,6 @@ if TYPE_CHECKING:
     from istar.measures.partition import PartitionIsotropy, partition_isotropy
     from istar.measures.point_groups import GroupedPoints, GroupSummary, log2_bin_range, log2_bins
     from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
-    from istar.measures.sentences import (
-        SentenceMoments,
-        isoscore_by_sentence,
-        isoscore_by_sentence_with_error,
-    )
     from istar.measures.spectrum import (
         PowerLaw,
         alpha_req,
@@ -82,7 +77,6 @@ __all__ = [
     "PartitionIsotropy",
     "PowerLaw",
     "ScaleDimension",
-    "SentenceMoments",
     "TokenKurtosis",
     "TokenKurtosisSummary",
     "ValueWithError",
@@ -101,8 +95,6 @@ __all__ = [
     "gride_scales",
     "intra_sim",
     "isoscore",
-    "isoscore_by_sentence",
-    "isoscore_by_sentence_with_error",
     "isoscore_from_covariance",
     "isoscore_star",
     "isoscore_unbiased",

@@ -37,8 +37,8 @@ class Accumulator:
 
         Args:
             name: name of the attribute.
-            initial: a tensor. A state of the kind "sum" can also be a dictionary of tensors, and one of the kinds
-                "equal" and "custom" a number or a dictionary, too.
+            initial: a tensor; a state of the kind "equal" can also be a number, and one of the kind "custom" a
+                dictionary of tensors.
             merge: the merged state is the "sum", "max" or "min" of both; the "mean" `(..., d)` of all points; a
                 "central" sum about this mean; "equal" to both, as settings are; or "custom", set by `merge_custom`.
         """
@@ -71,7 +71,7 @@ class Accumulator:
         merged = {
             name: _combine(getattr(self, name), getattr(moved, name), kind) for name, kind in self._merges.items()
         }
-        for name in self.find_names("mean"):
+        for name in self._find_names("mean"):
             own_mean, weight = getattr(self, name), merged[self.weight_name]
             share = getattr(moved, self.weight_name) / weight.clamp(min=torch.finfo(weight.dtype).tiny)
             merged[name] = own_mean + (getattr(moved, name) - own_mean) * share[..., None]
@@ -79,7 +79,7 @@ class Accumulator:
             merged |= {key: value + others_about_mean[key] for key, value in self.recenter(merged[name]).items()}
         for name, value in merged.items():
             setattr(self, name, value)
-        if self.find_names("custom"):
+        if self._find_names("custom"):
             self.merge_custom(moved)
         for name, child in self._find_children().items():
             child.merge(other._find_children()[name])
@@ -96,13 +96,13 @@ class Accumulator:
         if world_size(group) == 1:
             return self
         self.finish_sums()
-        if self.find_names("custom") or any(isinstance(value, dict) for value in self._get_states("sum").values()):
+        if self._find_names("custom"):
             return self._gather(group)
         sums = self._get_states("sum")
-        for name in self.find_names("mean"):
+        for name in self._find_names("mean"):
             sums[name] = getattr(self, name) * sums[self.weight_name][..., None]
         sums = _sum_all(sums, group) if sums else {}
-        for name in self.find_names("mean"):
+        for name in self._find_names("mean"):
             weight = sums[self.weight_name][..., None]
             sums[name] = sums[name] / torch.where(weight > 0, weight, 1)
             sums |= _sum_all(self.recenter(sums[name]), group)
@@ -126,7 +126,7 @@ class Accumulator:
         for name, child in self._find_children().items():
             child.load_state_dict(state[name])
 
-    def find_names(self, kind: Merge) -> list[str]:
+    def _find_names(self, kind: Merge) -> list[str]:
         """Return the names of the states of one kind."""
         return [name for name, merge in self._merges.items() if merge == kind]
 
@@ -150,7 +150,7 @@ class Accumulator:
             if kind == "equal":
                 are_alike = torch.equal(own, others.to(own)) if isinstance(own, Tensor) else own == others
             else:
-                are_alike = kind == "custom" or not isinstance(own, Tensor) or own.shape == others.shape
+                are_alike = kind == "custom" or own.shape == others.shape
             if not are_alike:
                 raise UserError(
                     f"cannot merge {type(self).__name__} with another {name}: {_describe(others)} into "
@@ -179,9 +179,6 @@ class Accumulator:
 
 def _combine(own: Any, others: Any, kind: Merge) -> Any:
     """Return the merged state of two accumulators, or the own state if it is not merged element by element."""
-    if kind == "sum" and isinstance(own, dict):
-        common = {key: own[key] + others[key] for key in own.keys() & others.keys()}
-        return {**own, **others, **common}
     if kind == "sum":
         return own + others
     if kind == "max":

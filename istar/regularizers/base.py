@@ -232,7 +232,6 @@ class Penalty(nn.Module, ABC):
     measure = ""
     score_range = (-math.inf, math.inf)
     min_points = 2
-    min_sequences = 1
     min_points_per_sequence = 1
 
     def __post_init__(self) -> None:

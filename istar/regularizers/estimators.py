@@ -1,9 +1,8 @@
 r"""Estimators of IsoScore for `IStar`: the paper's IsoScore\* and the unbiased score.
 
-`istar.regularizers.by_sentence` has one more, with the same interface. An estimator computes the score in two steps.
-First, layers are reduced to sums over their points, such as the mean and the scatter matrix. The backward pass of
-`istar.measures.moments.mean_and_scatter` is one matrix product. Second, the sums of the layers are merged and scored by
-ordinary autograd operations on a few matrices `(d, d)`.
+An estimator computes the score in two steps. First, layers are reduced to sums over their points, such as the mean and
+the scatter matrix. The backward pass of `istar.measures.moments.mean_and_scatter` is one matrix product. Second, the
+sums of the layers are merged and scored by ordinary autograd operations on a few matrices `(d, d)`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +22,6 @@ from istar.measures.isoscores import (
 )
 from istar.measures.moments import BatchMoments, Moments, fourth_moments, mean_and_scatter_of_layers, merge_moments
 from istar.measures.numerics import is_rounding
-from istar.regularizers.points import Tokens
 
 
 class Estimate(NamedTuple):
@@ -42,19 +40,16 @@ class Estimator(ABC):
     """Name of the score in logs."""
     min_points = 2
     """Smallest number of points that can have a score."""
-    min_sequences = 1
-    """Smallest number of sequences that can have a score."""
     may_exceed_1 = False
     """Whether the score can be above 1."""
 
     @abstractmethod
-    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
+    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None]) -> list[Any]:
         """Reduce the hidden states of layers to sums over their points.
 
         Args:
             hidden_states: `(batch, tokens, d)` or `(n, d)` for each layer.
             indices: for each layer, the rows of the hidden state, flattened to `(n, d)`, that are points; None for all.
-            tokens: the tokens of the forward pass.
         """
 
     @abstractmethod
@@ -85,7 +80,7 @@ class ShrinkageEstimator(Estimator):
         self.measure = "isoscore_star" if zeta > 0 else "isoscore"
         self.matmul_dtype = matmul_dtype
 
-    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
+    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None]) -> list[Any]:
         """Return the sizes, means and scatter matrices of blocks of layers."""
         return mean_and_scatter_of_layers(hidden_states, indices, self.matmul_dtype)
 
@@ -105,7 +100,7 @@ class ShrinkageEstimator(Estimator):
 class FourthMomentEstimator(Estimator):
     """An estimator that needs the fourth moment of the points, too."""
 
-    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None], tokens: Tokens) -> list[Any]:
+    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None]) -> list[Any]:
         """Return the count, mean, scatter matrix and fourth moment of the points of each layer."""
         return [fourth_moments(state, indices=rows) for state, rows in zip(hidden_states, indices, strict=True)]
 

@@ -2,8 +2,7 @@ r"""The I-STAR penalty, :math:`\lambda \, (1 - \mathrm{IsoScore}^*(\bigcup_l X_l
 
 *Stable Anisotropic Regularization* (Rudman and Eickhoff, ICLR 2024), equation (2). Training with a positive weight
 increases isotropy, and with a negative weight decreases it. Options beyond the paper choose other estimators
-of the score. `istar.regularizers.estimators` treats all points alike, and `istar.regularizers.by_sentence` allows for
-dependence between the tokens of a sentence.
+of the score; see `istar.regularizers.estimators`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from istar.errors import OptionError, UserError, check_one_of, parse_number
 from istar.measures.isoscores import check_covariance
 from istar.measures.numerics import without_autocast
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.by_sentence import SentenceEstimator
 from istar.regularizers.estimators import (
     AutomaticShrinkageEstimator,
     Estimator,
@@ -27,8 +25,7 @@ from istar.regularizers.estimators import (
 from istar.regularizers.points import Layers, Tokens
 
 AUTO = "auto"
-BY_SENTENCE = "unbiased_by_sentence"
-ESTIMATORS = ("shrinkage", "unbiased", BY_SENTENCE)
+ESTIMATORS = ("shrinkage", "unbiased")
 COMPUTE_DTYPES = ("float32", "bf16")
 
 
@@ -60,9 +57,8 @@ class IStar(Penalty):
     _: KW_ONLY
     layers: Layers = "all"
     estimator: str = "shrinkage"
-    r"""shrinkage (the paper's IsoScore\*), unbiased (IsoScore for small samples of independent points, without a
-    shrinkage covariance), or unbiased_by_sentence (for tokens that depend on the others of their sentence; needs 4
-    sentences in each micro-batch)."""
+    r"""shrinkage (the paper's IsoScore\*), or unbiased (IsoScore for small samples of independent points, without a
+    shrinkage covariance)."""
     compute: str | None = None
     """Dtype of the penalty's matrix products with the points: float32 or bf16. None is float32 or, in a run, the
     dtype that trainer.precision allows."""
@@ -77,7 +73,7 @@ class IStar(Penalty):
         self._check_options()
         self._estimator = self._make_estimator()
         self.measure = self._estimator.measure
-        self.min_points, self.min_sequences = self._estimator.min_points, self._estimator.min_sequences
+        self.min_points = self._estimator.min_points
         self.register_buffer("shrinkage_covariance", None)
         self.register_load_state_dict_pre_hook(_resize_shrinkage_covariance)
 
@@ -102,22 +98,15 @@ class IStar(Penalty):
         check_one_of("estimator", self.estimator, ESTIMATORS)
         if self.estimator != "shrinkage" and self.zeta != 0:
             raise OptionError(f"zeta={self.zeta} has no effect with estimator={self.estimator}; expected zeta=0")
-        if self.estimator == BY_SENTENCE and self.include_padding:
-            raise OptionError(
-                f"include_padding=true counts padding, which belongs to no sentence; estimator={self.estimator} needs "
-                "include_padding=false"
-            )
         if self.compute is not None:
             check_one_of("compute", self.compute, COMPUTE_DTYPES)
         if self.compute == "bf16" and self.needs_float32:
             raise OptionError(
-                "compute=bf16 is too coarse for the fourth powers of the unbiased estimators and of zeta=auto; "
+                "compute=bf16 is too coarse for the fourth powers of the unbiased estimator and of zeta=auto; "
                 "expected float32"
             )
 
     def _make_estimator(self) -> Estimator:
-        if self.estimator == BY_SENTENCE:
-            return SentenceEstimator()
         if self.estimator == "unbiased":
             return UnbiasedEstimator()
         if isinstance(self.zeta, str):
@@ -134,7 +123,7 @@ class IStar(Penalty):
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
         indices = [tokens.indices_of(state) for state in hidden_states]
         with without_autocast(hidden_states[0].device):
-            return self._estimator.summarize(hidden_states, indices, tokens)
+            return self._estimator.summarize(hidden_states, indices)
 
     def score(self, summaries: Sequence[Any]) -> Terms:
         estimate = self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)

@@ -221,7 +221,6 @@ class Tokens:
         self.num_left_out = 0
         # By the shape of the hidden states, `(batch, tokens)`, which is the same for most layers of a pass.
         self._indices: dict[torch.Size, Tensor | None] = {}
-        self._document_indices: dict[torch.Size, Tensor] = {}
 
     def indices_of(self, hidden_state: Tensor) -> Tensor | None:
         """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.
@@ -258,35 +257,6 @@ class Tokens:
         if self.sample is not None:
             indices = self.sample.choose(indices, shape.numel(), hidden_state.device)
         self._indices[shape] = indices
-
-    def documents_of(self, hidden_state: Tensor) -> Tensor:
-        """Return the document index of each row in a hidden state `(batch, tokens, d)` flattened to `(n, d)`.
-
-        A document is a row of the batch, or one of the documents that are packed into it; see `document_starts`.
-        Documents with points, before `sample` and `max_norm_ratio` are applied, are numbered from 0 in their order.
-        Rows that are not points have arbitrary indices in the same range. The indices are computed once and shared by
-        all layers of the same shape.
-
-        Returns:
-            `(n,)`, int64.
-
-        Raises:
-            UserError: as `indices_of`.
-        """
-        self._check_hidden_state(hidden_state)
-        shape, device = hidden_state.shape[:2], hidden_state.device
-        if shape not in self._document_indices:
-            every_token = torch.ones(shape, dtype=torch.bool, device=device)
-            point_mask = self._compute_point_mask(hidden_state)
-            is_point = every_token.flatten() if point_mask is None else point_mask.to(device).flatten() != 0
-            document_numbers = document_starts(every_token, self.attention_mask, self.position_ids).flatten().cumsum(0)
-            # The first point of each document begins a new number.
-            is_first = torch.zeros_like(is_point)
-            point_rows = is_point.nonzero().squeeze(1)
-            is_first[point_rows[:1]] = True
-            is_first[point_rows[1:]] = document_numbers[point_rows[1:]] != document_numbers[point_rows[:-1]]
-            self._document_indices[shape] = (is_first.cumsum(0) - 1).clamp(min=0)
-        return self._document_indices[shape]
 
     def _compute_point_mask(self, hidden_state: Tensor) -> Tensor | None:
         is_token = non_padding_mask(self.attention_mask)

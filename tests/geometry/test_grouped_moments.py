@@ -21,9 +21,9 @@ def make_points(dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return points + 2, torch.randint(NUM_GROUPS, (NUM_POINTS,), generator=generator)
 
 
-def add_points(moments: GroupedMoments, points: Tensor, groups: Tensor, sentences: Tensor | None = None) -> None:
+def add_points(moments: GroupedMoments, points: Tensor, groups: Tensor) -> None:
     """Add points in any order about an origin of ones."""
-    batch = TokenBatch.of(torch.zeros_like(groups), groups, groups, sentences, num_groups=NUM_GROUPS)
+    batch = TokenBatch.of(torch.zeros_like(groups), groups, groups)
     centered = (points - 1)[batch.order]
     moments.update(centered, centered.square().sum(1), batch)
 

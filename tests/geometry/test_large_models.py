@@ -206,22 +206,19 @@ def count_bytes(state: Any) -> int:
         MeasureSettings(8, groups=0),
         MeasureSettings(8, groups=3),
         MeasureSettings(8, groups=3, measures="all"),
-        MeasureSettings(8, groups=3, measures="all", documents="packed"),
     ],
 )
 def test_bytes_of_a_layer_are_those_of_its_accumulators(dim: int, settings: MeasureSettings) -> None:
     config = hf.BertConfig(hidden_size=dim, num_attention_heads=2, vocab_size=50)
     statistics = CorpusStatistics(config, settings, {"layer_1": torch.zeros(dim, dtype=torch.float64)})
     documents = torch.arange(400) // 4
-    sentences = documents.masked_fill(documents % 5 == 0, -1)  # some documents are pieces, which are no sentences
     num_groups = max(settings.groups, 1)
     tokens, positions = torch.randint(50, (400,)), torch.arange(400) % 4
-    batch = TokenBatch.of(tokens, positions, documents % num_groups, sentences, num_groups)
+    batch = TokenBatch.of(tokens, positions, documents % num_groups)
     statistics.layers["layer_1"].update(torch.randn(400, dim), batch)
     sums, recent, types = memory.count_layer_bytes(settings, config, 1)
     assert sums + types == pytest.approx(count_bytes(statistics.layers["layer_1"].state_dict()), rel=5e-3)
-    num_recent = num_groups * (2 if settings.make_layer_settings(dim, 1).has_score_by_sentence else 1)
-    assert recent == 4 * num_recent * dim**2
+    assert recent == 4 * num_groups * dim**2
 
 
 def test_large_layers_have_no_groups() -> None:

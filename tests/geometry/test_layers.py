@@ -10,31 +10,31 @@ import torch
 
 from istar.geometry.collect import grouped_moments
 from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
+from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR
 from istar.geometry.collect.token_batch import TokenBatch
-from istar.measures import isoscore_by_sentence, isoscore_unbiased
+from istar.measures import isoscore_unbiased
 from tests import oracles
 
 DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
 ORIGIN = torch.linspace(-1, 1, DIM).double()
 
 
-def make_text(num_documents: int = 20, length: int = LENGTH, seed: int = 0) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the points, types, positions, groups and document numbers of the tokens of a text.
+def make_text(num_documents: int = 20) -> tuple[Any, Any, Any, Any]:
+    """Return the points, types, positions and groups of the tokens of a text.
 
     The points of a document share a random shift.
     """
-    random = np.random.default_rng(seed)
-    shifts = np.repeat(random.normal(1, 1, (num_documents, DIM)), length, axis=0)
+    random = np.random.default_rng(0)
+    shifts = np.repeat(random.normal(1, 1, (num_documents, DIM)), LENGTH, axis=0)
     points = torch.from_numpy(shifts + random.normal(0, 2, shifts.shape))
-    tokens = torch.from_numpy(random.integers(0, TYPES, num_documents * length))
-    token_index = torch.arange(num_documents * length)
-    return points, tokens, token_index % length, token_index // length % GROUPS, token_index // length
+    tokens = torch.from_numpy(random.integers(0, TYPES, num_documents * LENGTH))
+    token_index = torch.arange(num_documents * LENGTH)
+    return points, tokens, token_index % LENGTH, token_index // LENGTH % GROUPS
 
 
-def add_tokens(layer: Layer, points: torch.Tensor, *columns: torch.Tensor, num_groups: int = GROUPS) -> None:
+def add_tokens(layer: Layer, points: torch.Tensor, *columns: torch.Tensor) -> None:
     """Add the points of tokens in any order; the columns are the first arguments of `TokenBatch.of`."""
-    batch = TokenBatch.of(*columns, num_groups=num_groups)
+    batch = TokenBatch.of(*columns)
     layer.update(points[batch.order], batch)
 
 
@@ -56,11 +56,6 @@ def test_a_layer_is_on_the_device_of_its_origin_whatever_the_default_device_is()
     torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
 
 
-def split_batch(batch: Any, index: int) -> tuple[Any, Any]:
-    """Split the tokens of a batch at an index; return the tokens before it and those from it on."""
-    return tuple(values[:index] for values in batch), tuple(values[index:] for values in batch)
-
-
 def tolerance(is_by_type: bool) -> dict[str, float]:
     """Return the tolerance of a measure; unit vectors are summed in float32 by type, and otherwise in float64."""
     return {"abs": 1e-7} if is_by_type else {"rel": 1e-9}
@@ -71,7 +66,7 @@ def test_batches_merges_and_states_do_not_change_measures(
     max_recent_points: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
-    first, second = split_batch(make_text(), 8 * LENGTH)
+    first, second = zip(*(column.split([8 * LENGTH, 12 * LENGTH]) for column in make_text()), strict=True)
     expected_layer = make_layer(make_text())
     second_layer, restored_layer = make_layer(second), make_layer(settings=LayerSettings("all", GROUPS))
     restored_layer.load_state_dict(make_layer(first).state_dict())
@@ -101,7 +96,6 @@ def compute_naive_measures(points: Any) -> dict[str, float]:
         "average_norm": average_norm,
         "isoscore": (participation - 1) / (points.shape[1] - 1),
         "isoscore_unbiased": float(isoscore_unbiased(torch.from_numpy(points))),
-        "isoscore_by_sentence": float(isoscore_by_sentence(torch.from_numpy(points).view(-1, LENGTH, DIM))),
         "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
         "participation_ratio": participation,
         "nesum": np.trace(covariance) / np.linalg.eigvalsh(covariance).max(),
@@ -114,7 +108,7 @@ def compute_naive_measures(points: Any) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def measures_without_group() -> list[dict[str, float]]:
     """Return the measures of the text without each group."""
-    points, _, _, groups, _ = make_text()
+    points, _, _, groups = make_text()
     return [compute_naive_measures(points[groups != group].numpy()) for group in range(GROUPS)]
 
 
@@ -128,43 +122,8 @@ def test_errors_are_those_of_measures_without_each_group(measures_without_group:
         assert measures[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8, nan_ok=True), name
 
 
-@pytest.mark.parametrize("max_recent_points", [1, 7, 10_000])
-def test_sentences_are_documents_of_unlike_length_about_an_origin(
-    max_recent_points: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
-    points, tokens, positions, groups, documents = make_text()
-    is_within_length = positions <= documents % 5
-    # The points of every seventh document do not count.
-    document_numbers = torch.where(documents % 7 == 0, -1, documents)
-    is_counted = is_within_length & (document_numbers >= 0)
-    padded_points, mask = points.view(20, LENGTH, DIM), is_counted.view(20, LENGTH)
-    for settings in (LayerSettings("all"), LayerSettings("all", GROUPS)):
-        accumulator = Layer(TYPES, points[is_counted].mean(0), settings)
-        for rows in (is_within_length & (documents < 9), is_within_length & (documents >= 9)):
-            columns = (tokens, positions, groups, document_numbers)
-            add_tokens(accumulator, points[rows], *(column[rows] for column in columns))
-        measures = accumulator.compute_measures()
-        expected = isoscore_by_sentence(padded_points, mask).item()
-        assert measures[SCORE_BY_SENTENCE] == pytest.approx(expected, rel=1e-9)
-        # IsoScore is of all points, also those of documents that do not count as sentences.
-        covariance = np.cov(points[is_within_length].numpy().T)
-        participation = np.trace(covariance) ** 2 / np.trace(covariance @ covariance)
-        assert measures["participation_ratio"] == pytest.approx(participation, rel=1e-9)
-
-
-def test_the_score_by_sentence_needs_four_documents_and_separate_documents() -> None:
-    measures_of_three_documents = make_layer(split_batch(make_text(), 3 * LENGTH)[0]).compute_measures()
-    assert math.isnan(measures_of_three_documents[SCORE_BY_SENTENCE])
-    assert math.isnan(measures_of_three_documents[f"{SCORE_BY_SENTENCE}_error"])
-    packed_measures = make_layer(
-        make_text(), settings=LayerSettings("all", GROUPS, has_separate_documents=False)
-    ).compute_measures()
-    assert not [name for name in packed_measures if name.startswith(SCORE_BY_SENTENCE)]
-
-
 def test_replicates_are_measures_without_each_group(measures_without_group: list[dict[str, float]]) -> None:
-    points, tokens, positions, groups, documents = make_text()
+    points, tokens, positions, groups = make_text()
     replicates = make_layer(make_text()).compute_replicates()
     assert replicates.keys() == {"tokens", *measures_without_group[0]}
     for name in measures_without_group[0].keys() - {"alpha_req"}:
@@ -173,7 +132,7 @@ def test_replicates_are_measures_without_each_group(measures_without_group: list
     assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
     assert make_layer(make_text(), settings=LayerSettings("basic")).compute_replicates() == {}
     replicates_with_empty_group = make_layer(
-        (points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)
+        (points, tokens, positions, groups.clamp(max=GROUPS - 2))
     ).compute_replicates()
     assert set(map(tuple, replicates_with_empty_group.values())) == {()}
 
@@ -240,9 +199,9 @@ def test_the_unbiased_score_of_a_single_outlier_is_undefined_and_the_others_stay
 
 
 def test_errors_are_not_defined_if_a_group_is_empty() -> None:
-    points, tokens, positions, groups, documents = make_text()
-    measures = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2), documents)).compute_measures()
-    for name in (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE):
+    points, tokens, positions, groups = make_text()
+    measures = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))).compute_measures()
+    for name in (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR):
         assert math.isnan(measures[f"{name}_error"])
         # A power law needs more than the six dimensions of these points.
         assert math.isfinite(measures[name]) or name == "alpha_req"
@@ -272,7 +231,6 @@ def test_basic_measures_and_no_vocabulary() -> None:
         make_layer(make_text()).compute_measures(),
     )
     expected_extra = {
-        SCORE_BY_SENTENCE,
         "token_kurtosis",
         "largest_token_kurtosis",
         "massive_activations",
@@ -342,7 +300,7 @@ def test_float32_states_have_the_measures_of_float64(scale: float) -> None:
     layer, wide_layer = (Layer(TYPES, origin, LayerSettings("all", GROUPS)) for _ in batches)
     for accumulator, (states, *columns) in zip((layer, wide_layer), batches, strict=True):
         for part in range(GROUPS):
-            rows = columns[-1] % GROUPS == part
+            rows = columns[-1] == part
             add_tokens(accumulator, states[rows], *(column[rows] for column in columns))
     measures, expected_measures = layer.compute_measures(), wide_layer.compute_measures()
     assert math.isfinite(expected_measures["largest_kurtosis"])
@@ -371,15 +329,12 @@ def test_float32_dimensions_of_tiny_deviations_have_their_kurtosis() -> None:
     assert math.isnan(kurtosis[3])
 
 
-def test_tokens_may_come_in_any_order_of_groups_and_sentences() -> None:
-    points, tokens, positions, groups, documents = make_text()
-    # Documents without a sentence stand between the others.
-    sentences = torch.where(documents % 5 == 2, -1, documents)
-    shuffled_documents = torch.from_numpy(np.random.default_rng(1).permutation(20))
-    order = (shuffled_documents[:, None] * LENGTH + torch.arange(LENGTH)).flatten()
-    expected = make_layer((points, tokens, positions, groups, sentences)).compute_measures()
-    shuffled_columns = (column[order] for column in (points, tokens, positions, groups, sentences))
-    assert make_layer(tuple(shuffled_columns)).compute_measures() == pytest.approx(expected, rel=1e-9, nan_ok=True)
+def test_tokens_may_come_in_any_order() -> None:
+    text = make_text()
+    order = torch.from_numpy(np.random.default_rng(1).permutation(20 * LENGTH))
+    measures = make_layer(tuple(column[order] for column in text)).compute_measures()
+    for name, value in make_layer(text).compute_measures().items():
+        assert measures[name] == pytest.approx(value, nan_ok=True, **tolerance("intra_sim" in name)), name
 
 
 # ---- coverage of the intervals
@@ -415,7 +370,7 @@ def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
         points = types[tokens]
         positions = torch.zeros(len(tokens)).long()
         columns = (torch.from_numpy(tokens), positions, group_by_token)
-        add_tokens(accumulator, torch.from_numpy(points), *columns, num_groups=groups)
+        add_tokens(accumulator, torch.from_numpy(points), *columns)
         measures = accumulator.compute_measures()
         for name, values in by_document.items():
             values.append((measures[name], measures[f"{name}_error"]))

@@ -25,7 +25,6 @@ from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.stream import Stream
 from istar.inputs import corpus, demo, tiny
 from istar.inputs.corpus import Block, Source
-from istar.measures import SentenceMoments, isoscore_by_sentence
 from tests import oracles
 
 SENTENCES = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
@@ -563,62 +562,6 @@ def test_errors_are_from_groups_of_documents(source: Source) -> None:
             # The standard error of the mean of pseudo-values, which are -2 times an estimate plus a constant.
             expected = scipy.stats.sem([-2 * estimates[tap][key] for estimates in measures_without_group])
             assert measures[f"{key}_error"] == pytest.approx(expected, rel=1e-6), (tap, key)
-
-
-def test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents(source: Source) -> None:
-    """The oracle truncates each document to its first block, and reads the documents one by one."""
-    model = bert()
-    settings = MeasureSettings(16, batch_tokens=16 * 3, sample=0, measures="all", groups=3)
-    measures_by_tap = read_statistics(model, settings, source).compute_measures()
-    first_block_ids = [
-        ids[:14] for ids in TOKENIZER(source.path.read_text().splitlines(), add_special_tokens=False)["input_ids"]
-    ]
-    assert max(map(len, tokenize_inputs(source, 512, "separate"))) > 14
-    max_length = max(map(len, first_block_ids))
-    mask = torch.tensor([[position < len(ids) for position in range(max_length)] for ids in first_block_ids])
-    states: dict[str, Any] = {
-        tap: torch.zeros(len(first_block_ids), max_length, 24).double() for tap in measures_by_tap
-    }
-    taps = Taps(model)
-    for document_index, ids in enumerate(first_block_ids):
-        special_ids = [TOKENIZER.cls_token_id], [TOKENIZER.sep_token_id]
-        with torch.no_grad():
-            state_by_tap = taps({"input_ids": torch.tensor([[*special_ids[0], *ids, *special_ids[1]]])})
-        for tap, state in state_by_tap.items():
-            states[tap][document_index, : len(ids)] = state[0, 1:-1]
-    origin_blocks = list(corpus.Blocks(TOKENIZER, 16)(source.path.read_text().splitlines()))[: stream.ORIGIN_BLOCKS]
-    num_origin_tokens = sum(block.num_text_tokens for block in origin_blocks)
-    states_of_all_blocks, _ = compute_states(model, source, 16)
-    for tap, points in states.items():
-        # The origin is the mean state of the first blocks of the text, also of blocks that continue a document.
-        origin = torch.from_numpy(states_of_all_blocks[tap][:num_origin_tokens]).mean(0)
-
-        def compute_score(rows: list[int], points: Any = points, origin: Any = origin) -> float:
-            return SentenceMoments(24, origin).update(points[rows], mask[rows]).score().item()
-
-        document_indices = range(len(first_block_ids))
-        assert measures_by_tap[tap]["isoscore_by_sentence"] == pytest.approx(
-            compute_score([*document_indices]), rel=1e-8
-        )
-        assert measures_by_tap[tap]["isoscore_by_sentence"] == pytest.approx(
-            isoscore_by_sentence(points, mask).item(), rel=0.05
-        )
-        scores_without_group = [
-            compute_score([document_index for document_index in document_indices if document_index % 3 != group])
-            for group in range(3)
-        ]
-        expected = scipy.stats.sem([-2 * score for score in scores_without_group])
-        assert measures_by_tap[tap]["isoscore_by_sentence_error"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_packed_documents_have_no_score_by_sentence(source: Source) -> None:
-    console = Console(file=io.StringIO(), width=80)
-    settings = MeasureSettings(16, sample=0, measures="all", documents="packed")
-    measures_by_tap = Stream(bert(), TOKENIZER, settings)([source], CorpusStatistics.compute_measures, console)["text"]
-    assert not [name for name in measures_by_tap["layer_1"] if name.startswith("isoscore_by_sentence")]
-    [warning] = [line for line in console.file.getvalue().splitlines() if "warning: " in line]  # type: ignore[attr-defined]
-    assert "isoscore_by_sentence is left out" in warning
-    assert warning.rstrip().endswith("choose --documents separate")
 
 
 def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:

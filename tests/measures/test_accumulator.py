@@ -27,7 +27,6 @@ from istar.measures import (
     MassiveActivations,
     Moments,
     Norms,
-    SentenceMoments,
     TokenKurtosis,
     isoscore,
     point_groups,
@@ -51,12 +50,8 @@ class Batch:
 
     @property
     def tokens(self) -> TokenBatch:
-        sentences = torch.tensor(self.keys).repeat_interleave(LENGTH)
-        # Every second sentence is the continuation of a document, which the score by sentence leaves out.
-        sentences = torch.where(sentences % 2 == 0, sentences, -1)
         positions = torch.arange(LENGTH).repeat(len(self.points))
-        groups = self.groups.repeat_interleave(LENGTH)
-        return TokenBatch.of(self.token_ids.flatten(), positions, groups, sentences, NUM_GROUPS)
+        return TokenBatch.of(self.token_ids.flatten(), positions, self.groups.repeat_interleave(LENGTH))
 
     @property
     def rows(self) -> Tensor:
@@ -98,7 +93,6 @@ CASES: dict[str, tuple[Any, Any]] = {
     "FourthMoments": (lambda: FourthMoments(DIM), lambda sums, batch: sums.update(batch.points)),
     "ClassMoments": (lambda: ClassMoments(DIM), lambda sums, batch: sums.update(batch.points, batch.labels)),
     "DimensionMoments": (lambda: DimensionMoments(DIM), lambda sums, batch: sums.update(batch.points)),
-    "SentenceMoments": (lambda: SentenceMoments(DIM, ORIGIN), lambda sums, batch: sums.update(batch.points)),
     "AverageCosine": (lambda: AverageCosine(DIM), lambda sums, batch: sums.update(batch.points)),
     "CosineContributions": (lambda: CosineContributions(DIM), lambda sums, batch: sums.update(batch.points)),
     "Norms": (lambda: Norms(DIM, (0, 80, 3e3)), lambda sums, batch: sums.update(batch.points)),
@@ -110,7 +104,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "GroupedPoints": (
         lambda: GroupedPoints(VOCABULARY, DIM), lambda sums, batch: sums.update(batch.points, batch.token_ids)
     ),
-    "GroupedMoments": (lambda: GroupedMoments(NUM_GROUPS, ORIGIN, has_sentences=True), update_grouped_moments),
+    "GroupedMoments": (lambda: GroupedMoments(NUM_GROUPS, ORIGIN), update_grouped_moments),
     "Layer": (
         lambda: Layer(VOCABULARY, ORIGIN, SETTINGS), lambda sums, batch: sums.update(batch.rows, batch.tokens)
     ),
@@ -246,7 +240,7 @@ def test_each_process_gets_the_gradient_of_the_sum_of_all_losses(results: list[d
         (Moments(3), Moments(2), r"another mean: shape \(2,\) into shape \(3,\); give both .* the same arguments"),
         (Norms(3, (0, 1)), Norms(3, (0, 2)), "another edges"),
         (MassiveActivations(3), MassiveActivations(3, 5), "another capacity: 5 into 100"),
-        (SentenceMoments(3), SentenceMoments(3, torch.ones(3)), "another origin"),
+        (GroupedMoments(1, ORIGIN), GroupedMoments(1, ORIGIN + 1), "another origin"),
         (GroupedPoints(3, 4), GroupedPoints(3, 5), "RowSums with another dim: 5 into 4"),
         (Layer(0, ORIGIN), Layer(VOCABULARY, ORIGIN), "cannot merge Layer into Layer"),
     ],

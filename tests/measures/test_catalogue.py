@@ -31,9 +31,7 @@ def test_every_measure_of_a_layer_is_in_the_catalogue():
     layer = Layer(3, torch.zeros(4), LayerSettings("all", num_groups=2))
     points = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     # The tokens are sorted by group, as the points of a batch must be.
-    layer.update(
-        points, TokenBatch.of(torch.arange(30) % 3, torch.arange(30) % 10, torch.arange(30) // 15, num_groups=2)
-    )
+    layer.update(points, TokenBatch.of(torch.arange(30) % 3, torch.arange(30) % 10, torch.arange(30) // 15))
     sample = Sample({"layer": torch.device("cpu")}, 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
     computed = {*layer.compute_measures(), *sample.compute_cosines("layer"), "two_nn", "two_nn_error"}

@@ -21,7 +21,6 @@ from istar.measures.spectrum import decompose_rows
 POINTS = torch.randn(60, 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 NUMBERS = torch.arange(60) % 4
 COVARIANCE, SCALED_COVARIANCE = torch.cov(POINTS.T), torch.cov((POINTS * torch.linspace(1, 2, 14)).T)
-SENTENCES = POINTS.view(10, 6, 14)
 # By parameter: an argument that fits all public functions and methods with this parameter.
 ARGUMENTS: dict[str, Any] = {
     "points": POINTS, "embeddings": POINTS, "first": POINTS, "second": POINTS.tanh(), "labels": NUMBERS,
@@ -42,10 +41,7 @@ ACCUMULATORS = sorted(
 # By function or method: other arguments.
 CHANGES: dict[str, dict[str, Any]] = {
     "GroupedPoints": {"groups": 4},
-    "SentenceMoments.update": {"points": SENTENCES},
     "alpha_req": {"first": 1, "last": 9},
-    "isoscore_by_sentence": {"points": SENTENCES},
-    "isoscore_by_sentence_with_error": {"points": SENTENCES},
     "log2_bins": {"values": NUMBERS},
     "shrinkage_intensity": {"moments": measures.FourthMoments.of(POINTS)},
 }

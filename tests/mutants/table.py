@@ -180,25 +180,11 @@ MUTATIONS = [
         "tests/regularizers/test_istar.py::test_the_penalty_is_weight_times_one_minus_the_score_of_the_layers_chosen",
     ),
     Mutation(
-        "The gradient of the score by sentence neglects that the mean depends on the points.",
-        "istar/regularizers/by_sentence.py",
-        "grad_mean = grad_mean - gradient.sum(0, dtype=mean.dtype)",
-        "grad_mean = grad_mean - 0 * gradient.sum(0, dtype=mean.dtype)",
-        "tests/regularizers/test_by_sentence.py::test_it_is_the_measure_of_the_union_of_the_layers",
-    ),
-    Mutation(
-        "The documents of a padding-free batch are one sentence.",
+        "The documents of a padding-free batch are one document.",
         "istar/hidden_states/reader.py",
         "labels, position_ids, self._predicts_next)",
         "labels, None, self._predicts_next)",
-        "tests/regularizers/test_by_sentence.py::test_positions_of_a_call_divide_a_padding_free_batch",
-    ),
-    Mutation(
-        "All pieces of a document are sentences of the score by sentence.",
-        "istar/geometry/collect/stream.py",
-        "[-1 if block.piece_index else number for number, block in enumerate(blocks)]",
-        "[row for row, block in enumerate(blocks)]",
-        "tests/geometry/test_stream.py::test_the_score_by_sentence_is_that_of_the_first_blocks_of_the_documents",
+        "tests/regularizers/test_tokens_chosen.py::test_all_forms_of_a_batch_have_the_statistics_and_gradients_of_the_sentences_alone",
     ),
     Mutation(
         "The penalty weighs Sigma_S by 1 - zeta.",
@@ -477,10 +463,10 @@ MUTATIONS = [
         "tests/finetune/sweeps/test_trials.py::test_values_are_composed_as_by_hydra_whatever_the_run_before",
     ),
     Mutation(
-        "Points that belong to no sentence are left out of the moments of a layer.",
+        "The latest points are left out of the moments of a layer.",
         "istar/geometry/collect/grouped_moments.py",
-        "sums.unflatten(0, (-1, self._num_groups))[:, ",
-        "sums.unflatten(0, (-1, self._num_groups))[:1, ",
+        "        self.finish_sums()\n        count, ",
+        "        count, ",
         "tests/geometry/test_layers.py",
     ),
     Mutation(

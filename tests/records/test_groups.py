@@ -1,7 +1,6 @@
 """The groups of options: their defaults, the refusal of mistakes, and the way from config to file and back."""
 
 import copy
-import itertools
 import math
 import operator
 import re
@@ -398,11 +397,6 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["reg.zeta=true"], ["reg.zeta=True is neither a number"]),
     (["reg.zeta=3", "reg.estimator=unbiased"], ["reg.zeta=3 is outside [0, 1]"]),
     (["reg.estimator=unbaised"], ["reg.estimator=unbaised", "did you mean unbiased?"]),
-    (["reg.estimator=unbiased_by_sentence", "reg.include_padding=true"], ["padding, which belongs to no sentence"]),
-    (
-        ["reg.estimator=unbiased_by_sentence", "reg.target=input_embeddings"],
-        ["reg.target=input_embeddings has no sentences", "needs reg.target=hidden_states"],
-    ),
     (["reg=cosreg", "reg.estimator=unbiased"], ["reg.estimator", "belongs to reg=istar"]),
     (["reg.lambda=inf"], ["reg.lambda=inf"]),
     (["reg.lambda=nan"], ["reg.lambda=nan"]),
@@ -580,9 +574,9 @@ def test_zeta_is_a_number_or_auto(composed: Callable[..., Config]) -> None:
 
 
 def test_the_unbiased_estimator_has_one_config_whatever_shrinkage_would_be(composed: Callable[..., Config]) -> None:
-    for estimator, zeta in itertools.product(("unbiased", "unbiased_by_sentence"), ("0.2", "auto")):
-        config = composed(f"reg.estimator={estimator}", f"reg.zeta={zeta}", "reg.num_points=999")
-        assert config.reg == composed(f"reg.estimator={estimator}").reg
+    for zeta in ("0.2", "auto"):
+        config = composed("reg.estimator=unbiased", f"reg.zeta={zeta}", "reg.num_points=999")
+        assert config.reg == composed("reg.estimator=unbiased").reg
         assert config.reg.zeta == 0
 
 
@@ -602,7 +596,6 @@ def test_rules_hold_without_hydra() -> None:
         (("reg.compute=bf16",), "bf16"),
         (("trainer.precision=bf16-mixed", "reg.zeta=auto"), "float32"),
         (("trainer.precision=bf16-mixed", "reg.estimator=unbiased"), "float32"),
-        (("trainer.precision=bf16-mixed", "reg.estimator=unbiased_by_sentence"), "float32"),
     ],
 )
 def test_products_follow_the_trainers_precision(
@@ -611,7 +604,7 @@ def test_products_follow_the_trainers_precision(
     assert composed("task=rte", *overrides).reg.compute == expected
 
 
-@pytest.mark.parametrize("override", ["reg.zeta=auto", "reg.estimator=unbiased", "reg.estimator=unbiased_by_sentence"])
+@pytest.mark.parametrize("override", ["reg.zeta=auto", "reg.estimator=unbiased"])
 def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], override: str) -> None:
     with pytest.raises(UserError, match=r"reg\.compute=bf16 is too coarse .*; expected float32"):
         composed("task=rte", "reg.compute=bf16", override)

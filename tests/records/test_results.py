@@ -67,7 +67,6 @@ COUNTED_OVERRIDES = [
     "reg.zeta=0.2",
     "reg.zeta=auto",
     "reg.estimator=unbiased",
-    "reg.estimator=unbiased_by_sentence",
     "reg.layers=last",
     "reg.num_points=1000",
     "reg.include_padding=true",

@@ -30,7 +30,7 @@ PENALTIES = [
 ]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, options) for name in PENALTIES for options in ({}, {"set_point": SetPoint("keep", batches=3)})),
-    *(("IStar", {"zeta": 0, "estimator": estimator}) for estimator in ("unbiased", "unbiased_by_sentence")),
+    ("IStar", {"zeta": 0, "estimator": "unbiased"}),
     *(("IStar", options) for options in ({"zeta": "auto"}, {"compute": "bf16"})),
     ("Spectrum", {"decay": "exponential"}),
 ]

@@ -79,7 +79,6 @@ PENALTIES = {
     "istar": partial(IStar, zeta=0.3),
     "auto": partial(IStar, zeta="auto"),
     "unbiased": partial(IStar, zeta=0, estimator="unbiased"),
-    "by sentence": partial(IStar, zeta=0, estimator="unbiased_by_sentence"),
     "random direction": partial(RandomDirection, zeta=0, seed=3),
     "cosreg": CosReg,
     "decorrelation": Decorrelation,
@@ -92,8 +91,8 @@ PENALTIES = {
     "vicreg": VicReg,
 }
 DEFINED_FOR_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
-NEED_MORE_THAN_TWO_POINTS = {"unbiased", "by sentence", "simctg"}
-ATTACHED = ("istar", "by sentence", "simctg")
+NEED_MORE_THAN_TWO_POINTS = {"unbiased", "simctg"}
+ATTACHED = ("istar", "unbiased", "simctg")
 """Penalties whose summaries differ in kind, for the checks of what is the same for all penalties."""
 
 

@@ -347,9 +347,6 @@ def test_layers_of_different_lengths_have_points_by_their_own_shape(which):
         expected = {"first": rows[:, 0], "last": rows[:, -1], "all": None}[which]
         indices = tokens.indices_of(torch.zeros(batch, length, 4))
         assert indices is expected is None or torch.equal(indices, expected)
-        documents = tokens.documents_of(torch.zeros(batch, length, 4))
-        points = slice(None) if expected is None else expected
-        assert torch.equal(documents[points], torch.arange(batch).repeat_interleave(length)[points])
 
 
 def test_rows_that_count_are_found_at_the_first_layer(monkeypatch):

@@ -44,7 +44,6 @@ PENALTIES: dict[str, Callable[[], Penalty]] = {
     "zeta 1": lambda: with_sigma(zeta=1.0),
     "auto": lambda: with_sigma(zeta="auto"),
     "unbiased": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased"),
-    "by sentence": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased_by_sentence"),
     "bf16": lambda: IStar(1.0, 0.0, layers="last", compute="bf16"),
     "random direction": lambda: RandomDirection(1.0, 0.0, layers="last"),
     "cosreg": lambda: CosReg(1.0),
@@ -59,7 +58,7 @@ PENALTIES: dict[str, Callable[[], Penalty]] = {
 }
 WITH_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
 """Penalties that are defined for one point."""
-WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "by sentence", "bf16", "random direction"}
+WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "bf16", "random direction"}
 """Penalties that are not defined for equal points."""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from istar.geometry.collect.layers import Layer, LayerSettings, MeasureSet
-from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
+from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR
 from istar.geometry.collect.sample import Sample
 from istar.inputs.corpus import Documents
 from istar.measures import Accumulator, ScaleDimension
@@ -52,25 +52,16 @@ class MeasureSettings:
             measures=self.measures,
             num_groups=self.groups,
             scatter_by_group=self.groups * num_layers * dim**2 * _BYTES_OF_SCATTER <= MAX_GROUP_BYTES,
-            has_separate_documents=self.documents == "separate",
         )
 
-    def describe_missing_measures(self, dim: int, num_layers: int) -> list[str]:
-        """Return a line for each reason why this model gets fewer measures or errors than the settings ask for."""
-        layer_settings, lines = self.make_layer_settings(dim, num_layers), []
-        if not layer_settings.scatter_by_group:
-            by_sentence = [SCORE_BY_SENTENCE] if layer_settings.has_score_by_sentence else []
-            lines.append(
-                f"{', '.join((*COVARIANCE_MEASURES_WITH_ERROR, *by_sentence))} get no standard errors, because the "
-                f"sums of {self.groups} groups would take more than {MAX_GROUP_BYTES / 2**30:g} GiB; "
-                "choose fewer --groups"
-            )
-        if self.measures == "all" and not layer_settings.has_separate_documents:
-            lines.append(
-                f"{SCORE_BY_SENTENCE} is left out, because packed documents do not show which tokens belong to the "
-                "same document; choose --documents separate"
-            )
-        return lines
+    def describe_missing_errors(self, dim: int, num_layers: int) -> str | None:
+        """Return which measures of this model get no standard errors, and why; None if all get the usual ones."""
+        if self.make_layer_settings(dim, num_layers).scatter_by_group:
+            return None
+        return (
+            f"{', '.join(COVARIANCE_MEASURES_WITH_ERROR)} get no standard errors, because the sums of {self.groups} "
+            f"groups would take more than {MAX_GROUP_BYTES / 2**30:g} GiB; choose fewer --groups"
+        )
 
 
 class CorpusStatistics(Accumulator):

@@ -1,16 +1,14 @@
 """Sums of hidden states about an origin: over all points of a batch, and the moments of each group of documents."""
 
-import copy
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from istar.geometry.collect.token_batch import Sentences, TokenBatch
-from istar.measures import Accumulator, FourthMoments, SentenceMoments
+from istar.geometry.collect.token_batch import TokenBatch
+from istar.measures import Accumulator, FourthMoments
 from istar.measures.numerics import block_length, block_size, zero_vector
-from istar.measures.sentences import SentenceSums
 
 MAX_RECENT_POINTS = 2_048
 """Number of points to sum in their dtype before their scatter matrix is added to the accumulated one."""
@@ -18,8 +16,6 @@ MAX_PRODUCT_POINTS = 4_096
 """Maximum number of points in one product for a scatter matrix, in their dtype."""
 PANEL_WIDTH = 128
 """Number of columns of a panel of a scatter matrix on a CPU; see `UpperPanels`."""
-
-Part = TypeVar("Part", int, Tensor)
 
 
 class UpperPanels:
@@ -60,9 +56,6 @@ class UpperPanels:
 class GroupedMoments(Accumulator):
     """Accumulates the `FourthMoments` of several groups of points; a batch may contain points of all groups.
 
-    If `has_sentences`, it also accumulates the `SentenceMoments` of the points in sentences, which needs d of at least
-    2. Both need the scatter matrix of these points, which is computed once.
-
     There is at least one group. All sums are about the same `origin`, `(d,)`, so that the sums of batches and groups
     are simply added. It should be near the mean of the points, and is on their device. Sums over a batch are computed
     in the dtype of its points, and accumulated in float64 (float32 on MPS). A scatter matrix is added to the
@@ -74,37 +67,25 @@ class GroupedMoments(Accumulator):
     totals: Tensor
     thirds: Tensor
     fourths: Tensor
-    scatters: dict[int, Tensor]
+    scatters: Tensor
     epsilon: Tensor
 
-    def __init__(self, num_groups: int, origin: Tensor, has_sentences: bool = False) -> None:
+    def __init__(self, num_groups: int, origin: Tensor) -> None:
         dim, self._num_groups = len(origin), num_groups
         origin = origin.to(zero_vector(dim, origin.device))
-        self.sentence_moments: dict[int, SentenceMoments] = {}
-        if has_sentences:
-            self.sentence_moments = {group: SentenceMoments(dim, origin, origin.device) for group in range(num_groups)}
-        # Part g contains the points of group g in sentences, and part `num_groups` + g its other points. Without
-        # `has_sentences`, part g contains all points of group g.
-        num_parts = 2 * num_groups if has_sentences else num_groups
-        self.add_state("origin", origin, "equal")
-        self.add_state("counts", origin.new_zeros(num_parts), "sum")
-        self.add_state("totals", origin.new_zeros(num_parts, dim), "sum")
-        self.add_state("thirds", origin.new_zeros(num_parts, dim), "sum")
-        self.add_state("fourths", origin.new_zeros(num_parts), "sum")
         self._panels = UpperPanels(dim, origin.device.type)
-        # Packed scatter matrices by part. For points in sentences, the matrix is in `sentence_moments` instead.
-        self.add_state("scatters", {}, "sum")
+        self.add_state("origin", origin, "equal")
+        self.add_state("counts", origin.new_zeros(num_groups), "sum")
+        self.add_state("totals", origin.new_zeros(num_groups, dim), "sum")
+        self.add_state("thirds", origin.new_zeros(num_groups, dim), "sum")
+        self.add_state("fourths", origin.new_zeros(num_groups), "sum")
+        # Packed scatter matrices.
+        self.add_state("scatters", origin.new_zeros(num_groups, self._panels.size), "sum")
         # Machine epsilon of the narrowest dtype used to sum a scatter matrix.
         self.add_state("epsilon", origin.new_zeros(()), "max")
-        # Packed scatter matrix and number of the latest points of each part, and sums over their sentences by group.
+        # Packed scatter matrix and number of the latest points of each group.
         self._recent_scatters: dict[int, Tensor] = {}
         self._recent_counts: dict[int, int] = {}
-        self._recent_sentences: dict[int, list[list[Tensor]]] = {group: [] for group in self.sentence_moments}
-
-    @property
-    def has_sentences(self) -> bool:
-        """Whether the `SentenceMoments` of each group are accumulated."""
-        return bool(self.sentence_moments)
 
     @torch.no_grad()
     def update(self, centered: Tensor, squared_norms: Tensor, batch: TokenBatch) -> None:
@@ -113,145 +94,64 @@ class GroupedMoments(Accumulator):
         The differences and their squared norms, `(n,)`, are in the order of the rows of the batch. The batch has the
         groups of this accumulator, or this one has a single group.
         """
-        parts = self._find_part(batch.parts.groups, batch.num_groups)
+        groups = batch.groups.groups % self._num_groups
         for sums, batch_sums in (
-            (self.counts, batch.parts.counts),
-            (self.totals, batch.parts.sum_rows(centered)),
-            (self.thirds, batch.parts.sum_rows(centered, squared_norms)),
+            (self.counts, batch.groups.counts),
+            (self.totals, batch.groups.sum_rows(centered)),
+            (self.thirds, batch.groups.sum_rows(centered, squared_norms)),
             # Fourth powers can leave the range of float32.
-            (self.fourths, batch.parts.sum_values(squared_norms.to(self.fourths).square())),
+            (self.fourths, batch.groups.sum_values(squared_norms.to(self.fourths).square())),
         ):
-            sums.index_add_(0, parts, batch_sums.to(sums))
-        for batch_part, rows in batch.part_slices.items():
+            sums.index_add_(0, groups, batch_sums.to(sums))
+        for group, rows in batch.group_slices.items():
             for points in centered[rows].split(MAX_PRODUCT_POINTS):
-                self._add_scatter(self._find_part(batch_part, batch.num_groups), points)
+                self._add_scatter(group % self._num_groups, points)
         self.epsilon = self.epsilon.clamp(min=torch.finfo(centered.dtype).eps)
-        if self.has_sentences and batch.sentences is not None:
-            self._add_sentences(centered, squared_norms, batch.sentences)
 
     def compute_moments(self) -> FourthMoments:
         """Return the moments of all points."""
-        return FourthMoments.about_mean(self.origin, self._sum_groups(range(self._num_groups)), self.epsilon)
+        return FourthMoments.about_mean(self.origin, self._sum_groups(slice(None)), self.epsilon)
 
     def sum_without_each_group(self) -> Iterator[list[Tensor]]:
         """Yield sums over the points of all groups but one, for each group that is left out, in blocks of groups.
 
         They are the sums that `FourthMoments.about_mean` takes, with a first dimension for the groups of the block.
         """
-        total = self._sum_groups(range(self._num_groups))
+        total = self._sum_groups(slice(None))
         block_length = max(1, block_size(self.origin.device) // (2 * len(self.origin) ** 2))
         for block in torch.arange(self._num_groups, device="cpu").split(block_length):
-            sums_by_group = [self._sum_groups(range(group, group + 1)) for group in block.tolist()]
+            sums_by_group = [self._sum_groups(slice(group, group + 1)) for group in block.tolist()]
             columns = zip(total, zip(*sums_by_group, strict=True), strict=True)
             yield [sums - torch.stack(group_sums) for sums, group_sums in columns]
 
-    def compute_sentence_moments(self) -> SentenceMoments:
-        """Return the moments of all sentences; only with `has_sentences`."""
-        self.finish_sums()
-        first, *others = self.sentence_moments.values()
-        total = copy.copy(first)
-        for moments in others:
-            # `merge` replaces the tensors of the copy, and leaves the first group unchanged.
-            total.merge(moments)
-        return total
-
-    def compute_sentence_moments_without_each_group(self) -> Iterator[SentenceMoments]:
-        """Yield, for each group, the moments of the sentences of all other groups; only with `has_sentences`."""
-        total = self.compute_sentence_moments()
-        for moments in self.sentence_moments.values():
-            yield copy.copy(total).subtract(moments)
-
-    def count_sentences(self) -> list[int]:
-        """Return the number of sentences of each group."""
-        self.finish_sums()
-        return [int(moments.sentences) for moments in self.sentence_moments.values()]
-
-    def _find_part(self, batch_part: Part, num_batch_groups: int) -> Part:
-        """Return this accumulator's part for a part, or each of several parts, of a batch with `num_batch_groups`."""
-        group = batch_part % num_batch_groups % self._num_groups
-        return group + batch_part // num_batch_groups * self._num_groups if self.has_sentences else group
-
-    def _add_scatter(self, part: int, centered: Tensor) -> None:
-        """Add the scatter matrix of differences `(n, d)` from the origin to a part's recent scatter matrix."""
-        recent_scatter = self._recent_scatters.get(part)
-        if recent_scatter is None or recent_scatter.dtype != centered.dtype:
-            self._add_recent_scatter(part)
-            recent_scatter = centered.new_zeros(self._panels.size)
-            self._recent_scatters[part], self._recent_counts[part] = recent_scatter, 0
-        self._panels.add_scatter(recent_scatter, centered)
-        self._recent_counts[part] += len(centered)
-        if self._recent_counts[part] >= MAX_RECENT_POINTS:
-            self._add_recent_scatter(part)
-            if self.has_sentences and part < self._num_groups:
-                self._add_recent_sentences(part)
-
-    def _add_sentences(self, centered: Tensor, squared_norms: Tensor, sentences: Sentences) -> None:
-        """Append the sums over each sentence of a batch to the recent sums of its group."""
-        num_sentences, num_rows = len(sentences.rows.groups), len(sentences.padded_rows)
-        points = centered[:num_rows]
-        padded = points.new_zeros(num_sentences * sentences.longest, points.shape[1])
-        padded = padded.index_copy_(0, sentences.padded_rows, points).view(num_sentences, sentences.longest, -1)
-        products = padded @ padded.mT
-        # The product of each point and the sum of its sentence.
-        products_with_total = products.sum(2).flatten()[sentences.padded_rows]
-        columns = [
-            sentences.rows.counts,
-            sentences.rows.sum_rows(points),
-            sentences.rows.sum_rows(points, products_with_total),
-            products.square().sum((1, 2)),
-            sentences.rows.sum_values(squared_norms[:num_rows].to(self.origin)),
-        ]
-        sizes = list(sentences.counts_by_group.values())
-        for batch_group, *columns_of_group in zip(
-            sentences.counts_by_group, *(column.split(sizes) for column in columns), strict=True
-        ):
-            group = 0 if self._num_groups == 1 else batch_group
-            self._recent_sentences[group].append([column.to(self.origin) for column in columns_of_group])
-
     def finish_sums(self) -> None:
-        """Add all recent sums to the accumulated ones."""
-        for part in list(self._recent_scatters):
-            self._add_recent_scatter(part)
-        for group in self._recent_sentences:
-            self._add_recent_sentences(group)
+        """Add all recent scatter matrices to the accumulated ones."""
+        for group in list(self._recent_scatters):
+            self._add_recent_scatter(group)
 
-    def _add_recent_scatter(self, part: int) -> None:
-        self._recent_counts.pop(part, None)
-        recent_scatter = self._recent_scatters.pop(part, None)
-        if recent_scatter is None:
-            return
-        if self.has_sentences and part < self._num_groups:
-            moments = self.sentence_moments[part]
-            # Out of place, because copies of the moments share the tensor.
-            moments.scatter = moments.scatter + self._panels.unpack(recent_scatter)
-        elif part in self.scatters:
-            self.scatters[part] = self.scatters[part] + recent_scatter
-        else:
-            self.scatters[part] = recent_scatter.to(self.origin, copy=True)
+    def _add_scatter(self, group: int, centered: Tensor) -> None:
+        """Add the scatter matrix of differences `(n, d)` from the origin to a group's recent scatter matrix."""
+        recent_scatter = self._recent_scatters.get(group)
+        if recent_scatter is None or recent_scatter.dtype != centered.dtype:
+            self._add_recent_scatter(group)
+            recent_scatter = centered.new_zeros(self._panels.size)
+            self._recent_scatters[group], self._recent_counts[group] = recent_scatter, 0
+        self._panels.add_scatter(recent_scatter, centered)
+        self._recent_counts[group] += len(centered)
+        if self._recent_counts[group] >= MAX_RECENT_POINTS:
+            self._add_recent_scatter(group)
 
-    def _add_recent_sentences(self, group: int) -> None:
-        if self._recent_sentences[group]:
-            columns = [torch.cat(column) for column in zip(*self._recent_sentences[group], strict=True)]
-            counts, totals, scattered, squares, traces = columns
-            # `_add_recent_scatter` adds the scatter matrix.
-            self.sentence_moments[group].add(SentenceSums(counts, totals, scattered, squares, traces, scatter=None))
-            self._recent_sentences[group] = []
+    def _add_recent_scatter(self, group: int) -> None:
+        if group in self._recent_scatters:
+            self.scatters[group].add_(self._recent_scatters.pop(group))
 
-    def _sum_groups(self, groups: range) -> list[Tensor]:
+    def _sum_groups(self, groups: slice) -> list[Tensor]:
         """Return the sums about the origin over the points of some groups, as `FourthMoments.about_mean` takes them."""
         self.finish_sums()
-        packed = self.origin.new_zeros(self._panels.size)
-        for part, part_scatter in self.scatters.items():
-            if part % self._num_groups in groups:
-                packed += part_scatter
-        scatter = self._panels.unpack(packed)
-        for group in groups if self.has_sentences else ():
-            scatter += self.sentence_moments[group].scatter
-        count, total, third, fourth = (
-            sums.unflatten(0, (-1, self._num_groups))[:, groups.start : groups.stop].sum((0, 1))
-            for sums in (self.counts, self.totals, self.thirds, self.fourths)
+        count, total, packed_scatter, third, fourth = (
+            sums[groups].sum(0) for sums in (self.counts, self.totals, self.scatters, self.thirds, self.fourths)
         )
-        return [count, total, scatter, third, fourth]
+        return [count, total, self._panels.unpack(packed_scatter), third, fourth]
 
 
 class PointSums(NamedTuple):

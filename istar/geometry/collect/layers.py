@@ -10,7 +10,7 @@ from torch import Tensor
 
 from istar.errors import float_or_nan
 from istar.geometry.collect.grouped_moments import GroupedMoments, sum_over_points
-from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR, SCORE_BY_SENTENCE
+from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import (
     Accumulator,
@@ -57,19 +57,12 @@ _MIN_FITTED_RANKS = 10
 class LayerSettings:
     """What a `Layer` accumulates."""
 
-    # Whether to add the kurtosis of tokens, massive activations and the score by sentence, which take more time than
-    # the other measures.
+    # Whether to add the kurtosis of tokens and massive activations, which take more time than the other measures.
     measures: MeasureSet = "basic"
     num_groups: int = 0  # number of groups of documents for standard errors; 0 computes none
-    # Whether to keep the moments, d^2 numbers, of each group. Without them, `COVARIANCE_MEASURES_WITH_ERROR` and the
-    # score by sentence have no standard error.
+    # Whether to keep the moments, d^2 numbers, of each group. Without them, `COVARIANCE_MEASURES_WITH_ERROR` have no
+    # standard error.
     scatter_by_group: bool = True
-    has_separate_documents: bool = True  # whether the model sees each document alone, as the score by sentence needs
-
-    @property
-    def has_score_by_sentence(self) -> bool:
-        """Whether the measures contain `SCORE_BY_SENTENCE`."""
-        return self.measures == "all" and self.has_separate_documents
 
 
 class Layer(Accumulator):
@@ -92,8 +85,8 @@ class Layer(Accumulator):
         # The same number in float32 and in float64, so that sums in both are about the same point.
         self._origin = origin.float().to(accumulation_dtype(origin.device))
         dim, device, num_groups = len(origin), origin.device, self.settings.num_groups
-        num_parts = num_groups if num_groups and self.settings.scatter_by_group else 1
-        self._moments = GroupedMoments(num_parts, self._origin, self.settings.has_score_by_sentence)
+        num_moments = num_groups if num_groups and self.settings.scatter_by_group else 1
+        self._moments = GroupedMoments(num_moments, self._origin)
         self._groups = GroupedPoints(num_groups, dim, device) if num_groups else None
         self.cosine = CosineContributions(dim, device)
         self.norms = Norms(dim, _NORM_EDGES, device)
@@ -238,9 +231,6 @@ class Layer(Accumulator):
             # IntraSim is the mean over the types that occur at least twice; NaN if there is none.
             measures["intra_sim"] = self.types.inter_sim().nanmean()
             measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
-        if self._moments.has_sentences:
-            score = self._moments.compute_sentence_moments().score
-            measures[SCORE_BY_SENTENCE] = math.nan if self.is_constant else float_or_nan(score)
         if self._kurtosis is not None:
             token_kurtosis = self._kurtosis.compute()
             measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
@@ -280,13 +270,7 @@ class Layer(Accumulator):
         estimates = self._compute_without_each_group(self._groups) if (self._groups.count > 0).all() else []
         replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
         # A measure is NaN if it is not defined, such as the power law of few dimensions.
-        replicates = {name: values if all(map(math.isfinite, values)) else [] for name, values in replicates.items()}
-        if self._moments.has_sentences and self.settings.scatter_by_group:
-            sentence_moments = self._moments.compute_sentence_moments_without_each_group()
-            scores = [float_or_nan(moments.score) for moments in sentence_moments]
-            is_defined = all((*self._moments.count_sentences(), not self.is_constant, *map(math.isfinite, scores)))
-            replicates[SCORE_BY_SENTENCE] = scores if is_defined else []
-        return replicates
+        return {name: values if all(map(math.isfinite, values)) else [] for name, values in replicates.items()}
 
     def _compute_without_each_group(self, groups: GroupedPoints) -> list[dict[str, float]]:
         """Compute, for each group, the measures that have a standard error from the points of all other groups."""

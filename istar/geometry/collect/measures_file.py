@@ -37,9 +37,7 @@ COVARIANCE_MEASURES_WITH_ERROR = (
     *("nesum", "alpha_req", "mean_vector_norm", "norm_ratio"),
 )
 """Measures with a standard error from the moments of each group of documents, O(d^2) numbers."""
-SCORE_BY_SENTENCE = "isoscore_by_sentence"
-"""IsoScore with documents as sentences. Its standard error needs 2 d^2 numbers per group of documents."""
-JACKKNIFE_MEASURES = (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR, SCORE_BY_SENTENCE)
+JACKKNIFE_MEASURES = (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR)
 """Measures with a standard error from the jackknife over groups of documents."""
 NORMAL_QUANTILE = float(special.ndtri(0.975))
 """Half-width of a 95% interval in standard errors, if the standard error itself is known well."""

@@ -25,18 +25,15 @@ def count_layer_bytes(
     """Return the bytes of the statistics of each of `num_layers` layers of a model with this text config, at most.
 
     The three numbers are for the sums without IntraSim, for scatter matrices that are not yet added to them, and for
-    IntraSim if all token types occur. The score by sentence has packed matrices only with documents of many blocks.
-    Only a CPU packs matrices.
+    IntraSim if all token types occur. Only a CPU packs matrices.
     """
     dim, layer_settings = config.hidden_size, settings.make_layer_settings(config.hidden_size, num_layers)
-    num_parts = max(settings.groups, 1) if layer_settings.scatter_by_group else 1
-    matrices, vectors = (2, 9) if layer_settings.has_score_by_sentence else (0, 2)
+    num_groups = max(settings.groups, 1) if layer_settings.scatter_by_group else 1
     packed = UpperPanels(dim, device_type).size
-    numbers = num_parts * (packed + matrices * dim**2 + vectors * dim)
+    numbers = num_groups * (packed + 2 * dim)
     numbers += (NUM_LOG2_BINS + settings.groups) * (dim + 4) + 8 * dim
     numbers += 483 + (2**15 if settings.measures == "all" else 0)  # histograms of the norms and of the activations
-    recent = 4 * num_parts * packed * (2 if layer_settings.has_score_by_sentence else 1)
-    return 8 * numbers, recent, config.vocab_size * (4 * dim + 32) if settings.intra else 0
+    return 8 * numbers, 4 * num_groups * packed, config.vocab_size * (4 * dim + 32) if settings.intra else 0
 
 
 def describe_memory(

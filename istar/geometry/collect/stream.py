@@ -41,7 +41,7 @@ ORIGIN_BLOCKS = 4
 """Number of blocks at the beginning of each source to average for the origin of a layer's sums."""
 SECONDS_TO_WAIT_FOR_FILES = 120.0
 """Longest time until a network disk shows a file that another process has written."""
-_STATE_FORMAT = 8
+_STATE_FORMAT = 9
 """Version of the layout of a state file. Files of other versions are ignored."""
 
 T = TypeVar("T")
@@ -102,9 +102,9 @@ class Stream:
         are large: once it has returned, they are merged into the statistics of all sources. The console shows a
         progress bar and warnings. Raises a `UserError` if a source cannot be read or contains no text.
         """
-        if console is not None:
-            for line in self.settings.describe_missing_measures(self._config.hidden_size, len(self.taps.names)):
-                console.print(f"warning: {line}", highlight=False, soft_wrap=True)
+        warning = self.settings.describe_missing_errors(self._config.hidden_size, len(self.taps.names))
+        if console is not None and warning is not None:
+            console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
         self._origins = self._find_origins(sources)
         results: dict[str, T] = {}
         combined: CorpusStatistics | None = None
@@ -257,11 +257,8 @@ class Stream:
         positions = torch.cat([mask.nonzero()[:, 1] for mask in masks])
         num_tokens = torch.cat([mask.sum(1) for mask in masks])
         groups = torch.tensor([block.document_index % num_groups for block in blocks], device="cpu")
-        # The pieces of a document may be in different batches and are not independent, so only the first one counts.
-        sentences = groups.new_tensor([-1 if block.piece_index else number for number, block in enumerate(blocks)])
-        token_groups, token_sentences = (values.repeat_interleave(num_tokens) for values in (groups, sentences))
         tokens_by_device = {
-            device: TokenBatch.of(token_ids, positions, token_groups, token_sentences, num_groups, device)
+            device: TokenBatch.of(token_ids, positions, groups.repeat_interleave(num_tokens), device)
             for device in {origin.device for origin in self._origins.values()}
         }
         rows = next(iter(tokens_by_device.values())).find_rows()

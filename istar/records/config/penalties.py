@@ -191,11 +191,6 @@ class IStarConfig(PenaltyConfig):
     refresh_every_n_steps: Any
 
     def _check_and_fix_options(self) -> None:
-        if self.target != HIDDEN_STATES and self.estimator == "unbiased_by_sentence":
-            raise OptionError(
-                f"target={self.target} has no sentences; reg.estimator={self.estimator} needs "
-                f"reg.target={HIDDEN_STATES}"
-            )
         self.zeta = parse_zeta(self.zeta)
         if self.estimator != "shrinkage" or self.target != HIDDEN_STATES:
             self.zeta = 0.0

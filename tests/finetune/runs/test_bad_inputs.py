@@ -272,7 +272,6 @@ def case(arguments: str, message: str, prepare: Prepare = nothing, *, id: str = 
 
 CONFIGS = [
     case("learning_rate=1e-3", "learning_rate: there is no such key"),
-    case("reg.estimator=unbiased_by_sentence data.batch_size=3", "3 sequences with points=all in 2 layers has no"),
     case("reg.points=first reg.layers=last data.batch_size=1", "1 sequences with points=first in 1 layers has no iso"),
     case("reg.layers=last_two", "reg.layers=last_two is not known"),
     case("reg.layers=[-7]", "layer -7 does not exist"),

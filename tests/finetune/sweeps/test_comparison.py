@@ -120,10 +120,6 @@ def test_negative_metrics() -> None:
             {"name": "istar", "lambda": 1, "zeta": 0.0, "include_padding": False, "estimator": "unbiased"},
             "I-STAR λ=1 unbiased",
         ),
-        (
-            {"name": "istar", "lambda": 1, "zeta": 0.0, "include_padding": False, "estimator": "unbiased_by_sentence"},
-            "I-STAR λ=1 unbiased by sentence",
-        ),
     ],
 )
 def test_method(reg: dict[str, Any], name: str) -> None:
