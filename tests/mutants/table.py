@@ -1057,8 +1057,8 @@ MUTATIONS = [
     Mutation(
         "Losses that a language model adds itself, such as its routers', are left out.",
         "istar/finetune/training/language_model.py",
-        "self._adds_to_loss = adds_to_loss(model)",
-        "self._adds_to_loss = False",
+        "self.adds_to_loss = adds_to_loss(model)",
+        "self.adds_to_loss = False",
         "tests/finetune/training/test_language_model.py::test_loss_and_gradient_are_those_of_the_model",
     ),
     Mutation(

@@ -47,8 +47,8 @@ class LanguageModelTuner(FineTuner):
         self.is_causal = is_causal
         # The points of a penalty may depend on the labels, which its hooks read from the call of the model.
         self._model_takes_labels = penalty is not None and penalty.needs_token_labels
-        self._adds_to_loss = adds_to_loss(model)
-        can_restrict_head = not (is_causal or self._model_takes_labels or self._adds_to_loss)
+        self.adds_to_loss = adds_to_loss(model)
+        can_restrict_head = not (is_causal or self._model_takes_labels or self.adds_to_loss)
         self.restrict_head_to_labels = restrict_head_to_labels and can_restrict_head
 
     def task_loss(self, batch: Batch) -> Tensor:
@@ -56,12 +56,12 @@ class LanguageModelTuner(FineTuner):
 
         What the model adds to it is not scaled, so that its gradient is the mean over micro-batches and processes.
         """
-        losses, _, _, outputs = self._predict(batch, takes_labels=self._adds_to_loss)
+        losses, _, _, outputs = self._predict(batch, takes_labels=self.adds_to_loss)
         num_tokens = torch.tensor(float(len(losses)), device=losses.device, dtype=torch.float64)
         # DDP averages the gradients over processes, so each process divides by the mean number of tokens.
         mean_num_tokens = sum_over_processes(num_tokens) / world_size()
         loss = losses.sum() / mean_num_tokens.clamp(min=1).to(losses.dtype)
-        if self._adds_to_loss and len(losses) > 0:
+        if self.adds_to_loss and len(losses) > 0:
             loss = loss + (outputs.loss - losses.mean())
         return loss
 
