@@ -1,6 +1,6 @@
 """Reading an embedding matrix of a model without loading its other weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -93,8 +93,9 @@ def _read_tensor(config: ModelConfig, names: list[str], layer: nn.Module) -> tup
     Returns the matrix, its name and its file, or None if there is no such file, name or ending. Raises a `UserError`
     if the file has further weights for the layer, such as the scale of a quantized matrix.
     """
-    index_path, path = model_files.find_file(config, INDEX), None
-    if index_path is None and (path := model_files.find_file(config, WEIGHTS)) is None:
+    index_path = model_files.find_file(config, INDEX)
+    path = index_path or model_files.find_file(config, WEIGHTS)
+    if path is None:
         return None
     try:
         if index_path is None:
@@ -113,25 +114,20 @@ def _read_tensor(config: ModelConfig, names: list[str], layer: nn.Module) -> tup
         layer_prefix = tensor_name.removesuffix("weight")
         expected_names = {tensor_name, *(layer_prefix + name for name in layer.state_dict())}
         for name in sorted(file_by_tensor.keys() - expected_names):
-            # DeBERTa's checkpoints have copies of weights, under names that begin with an underscore.
-            if name.startswith(layer_prefix) and "._" not in name:
-                raise UserError(
-                    f"{config.label}: the checkpoint has {name}, which {tensor_name} alone does not include; choose a "
-                    "checkpoint that is not quantized"
-                )
+            if name.startswith(layer_prefix):
+                model_files.refuse_further_weight(config.label, name, layer_prefix.rstrip("."))
         with safe_open(path, "pt") as file:
             return file.get_tensor(tensor_name), tensor_name, path
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged, or not a safetensors file: {shorten(error)}") from error
 
 
-def _choose_name(names: Sequence[str], stored_names: Iterable[str]) -> str | None:
+def _choose_name(names: Sequence[str], stored_names: Collection[str]) -> str | None:
     """Return the first of the names that is stored, or else the only stored name with the same last two parts.
 
     transformers renames weights of some models with images or sound: `language_model.model.embed_tokens.weight` becomes
     `model.language_model.embed_tokens.weight`.
     """
-    stored_names = set(stored_names)
     endings = {tuple(name.split(".")[-2:]) for name in names}
     similar_names = [name for name in stored_names if tuple(name.split(".")[-2:]) in endings]
     only_similar_name = similar_names[0] if len(similar_names) == 1 else None

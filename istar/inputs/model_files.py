@@ -220,21 +220,27 @@ def _check_unused_weights(
     unused = []
     for key in sorted(keys):
         paths = (key, key.removeprefix(prefix), prefix + key)
-        layer_names = [f"{name}." for name in module_by_name if any(path.startswith(f"{name}.") for path in paths)]
-        layer_name = max((name for name in layer_names if name != prefix), key=len, default="").removesuffix(".")
+        names = {name for name in module_by_name if any(path.startswith(f"{name}.") for path in paths)}
+        layer_name = max(names - {model.base_model_prefix}, key=len, default="")
         layer = module_by_name[layer_name] if layer_name else find_body(model)
         is_of_head = has_new_head and not layer_name and not key.startswith(prefix)
         if layer not in part_modules or is_of_head or "pooler" in key or "lm_head" in key:
             continue
-        # DeBERTa's checkpoints have copies of weights, under names that begin with an underscore.
-        if layer_name and "._" not in key and next(layer.parameters(recurse=False), None) is not None:
-            raise UserError(
-                f"{label}: the checkpoint has {key}, but by config.json {layer_name} has no such weight and would "
-                "compute something else; choose a checkpoint that is not quantized, or mend config.json"
-            )
+        if layer_name and next(layer.parameters(recurse=False), None) is not None:
+            refuse_further_weight(label, key, layer_name)
         unused.append(key)
     if unused:
         log.warning("%s: %d of the checkpoint's weights are not used, e.g. %s", label, len(unused), unused[0])
+
+
+def refuse_further_weight(label: str, key: str, layer_name: str) -> None:
+    """Raise a `UserError` for a weight of a checkpoint that a layer of the model lacks, unless it is only a copy."""
+    # DeBERTa's checkpoints have copies of weights, under names that begin with an underscore.
+    if "._" not in key:
+        raise UserError(
+            f"{label}: the checkpoint has {key}, but by config.json {layer_name} has no such weight and would compute "
+            "something else; choose a checkpoint that is not quantized, or mend config.json"
+        )
 
 
 @contextmanager

@@ -353,15 +353,13 @@ def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | No
 def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
     """Check that tokenizer and model fit together, and that the model's outputs are finite."""
     embedding = get_embedding_weight(model, "input")
+    class_name = type(model).__name__
     other_inputs = " and ".join(sorted(_OTHER_INPUTS.intersection(inspect.signature(model.forward).parameters)))
-    refusal = (
-        f"{label} cannot process text alone: a {type(model).__name__} reads {other_inputs}; choose a model of text"
-    )
+    refusal = f"{label} is a {class_name}, which has no embeddings of tokens; choose a model of text"
+    if other_inputs:
+        refusal = f"{label} cannot process text alone: a {class_name} reads {other_inputs}; choose a model of text"
     if embedding is None or model.main_input_name != "input_ids":
-        no_embeddings = (
-            f"{label} is a {type(model).__name__}, which has no embeddings of tokens; choose a model of text"
-        )
-        raise UserError(refusal if other_inputs else no_embeddings)
+        raise UserError(refusal)
     num_embeddings, num_tokens = len(embedding), max(tokenizer.get_vocab().values()) + 1
     if num_tokens > num_embeddings:
         raise UserError(
