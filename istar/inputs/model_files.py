@@ -127,9 +127,7 @@ def load_weights(
         _check_loaded_weights(config.label, model, part, loading_info, checkpoint_class)
         return part if is_headless and auto_class is checkpoint_class else model
     if "device_map" in options:
-        raise UserError(
-            f"{config.label} is a {checkpoint_class.__name__}, which --device-map cannot place; leave it out"
-        )
+        raise UserError(f"{config.label}: --device-map cannot place a {checkpoint_class.__name__}; leave it out")
     # The checkpoint's class may compute the missing weights, like the positions of Marian, or have other names for
     # them: the base model of `LlamaForQuestionAnswering` is `transformer`. It may also lack one of two stacks.
     checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
@@ -138,9 +136,7 @@ def load_weights(
     if is_headless:
         return checkpoint_part
     if part.state_dict().keys() != checkpoint_part.state_dict().keys():
-        raise UserError(
-            f"{config.label} is a {checkpoint_class.__name__}, which cannot become a {type(model).__name__}"
-        )
+        raise UserError(f"{config.label}: a {checkpoint_class.__name__} cannot become a {type(model).__name__}")
     part.load_state_dict(checkpoint_part.state_dict())
     return model
 

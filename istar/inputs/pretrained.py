@@ -105,10 +105,7 @@ def _train_new_tokenizer(config: ModelConfig, texts: Iterable[str] | None) -> Pr
     It truncates texts to the model's maximum length and returns only inputs that the model takes.
     """
     if texts is None:
-        raise UserError(
-            "model.tokenizer=train needs the text of a task to train a tokenizer on; name a tokenizer, a folder or a "
-            "hub id"
-        )
+        raise UserError("model.tokenizer=train needs the text of a task; name the folder or hub id of a tokenizer")
     model_config = _make_architecture_config(config)
     tokenizer = train_tokenizer(texts, config.vocab_size, "bpe" if is_decoder(model_config) else "wordpiece")
     # In some architectures, positions start after the id of the padding token.

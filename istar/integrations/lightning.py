@@ -212,10 +212,7 @@ def _measure_progress(trainer: L.Trainer, step: int) -> tuple[int, int]:
                 accumulation = list(map(callback.get_accumulate_grad_batches, range(trainer.max_epochs)))
         limits.append((step, sum(math.ceil(trainer.num_training_batches / batches) for batches in accumulation)))
     if not limits:
-        raise UserError(
-            "the schedule of lambda needs the length of the training; limit it by Trainer(max_steps=...), or by "
-            "max_epochs with a dataloader that has a length"
-        )
+        raise UserError("the schedule of lambda needs the length of the training; limit it: Trainer(max_steps=...)")
     return max(limits, key=lambda limit: (limit[0] / limit[1], -limit[1]))
 
 

@@ -69,9 +69,7 @@ class PenaltyLoss(nn.Module):
         if on not in POINT_TYPES:
             raise UserError(f"on is {on!r}; expected one of {', '.join(POINT_TYPES)}")
         if settings.target != HIDDEN_STATES or not settings.points.are_all or settings.sample is not None:
-            raise UserError(
-                "PenaltyLoss has the points that `on` names; leave target, points and sample out of settings"
-            )
+            raise UserError("PenaltyLoss has the points named by on; leave target, points and sample out of settings")
         # The trainer replaces this attribute, here and in the inner loss, by the wrapped model.
         self.model: nn.Module = model
         self.loss = loss

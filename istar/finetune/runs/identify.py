@@ -244,11 +244,9 @@ def _make_model_key(model: ModelConfig) -> str:
 def identify_model(config: ModelConfig) -> str:
     """Return a string that identifies a model: hub id and commit, or the hash of the files of a local folder.
 
-    The base models of adapters in a folder are part of its identity.
-
-    The weights are ignored if they are not loaded (`pretrained=False`). A model with a new architecture is called
-    "new", because its config identifies it. If the tokenizer is not the model's own, its identity is appended.
-    `config` is the result of `resolve_model`.
+    The base models of adapters in a folder are part of its identity. The weights are ignored if they are not loaded
+    (`pretrained=False`). A model with a new architecture is called "new", because its config identifies it. If the
+    tokenizer is not the model's own, its identity is appended. `config` is the result of `resolve_model`.
     """
     if config.architecture is not None:
         identity = "new"
@@ -259,11 +257,9 @@ def identify_model(config: ModelConfig) -> str:
     if config.tokenizer is None:
         return identity
     # The fingerprint of the data covers the text that a tokenizer is trained on.
-    is_tokenizer_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
-    tokenizer_identity = config.tokenizer
-    if is_tokenizer_folder:
-        tokenizer_identity = _hash_model_folder(Path(config.tokenizer), include_weights=False)
-    return f"{identity} tokenizer {tokenizer_identity}"
+    if config.trains_tokenizer or not Path(config.tokenizer).is_dir():
+        return f"{identity} tokenizer {config.tokenizer}"
+    return f"{identity} tokenizer {_hash_model_folder(Path(config.tokenizer), include_weights=False)}"
 
 
 def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Path, ...] = ()) -> str:
