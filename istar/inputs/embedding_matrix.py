@@ -8,7 +8,6 @@ from typing import Literal, TypedDict
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
 
 from istar.errors import UserError, shorten
 from istar.files.parsing import read_record
@@ -44,7 +43,7 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
     Without such a file, the whole model is loaded, and its adapters are merged if it has any. Raises a `UserError` if
     the model cannot be found or read, or lacks such a matrix.
     """
-    model = _build_without_weights(config)
+    model = model_files.build_meta_model(config)
     weight = model_files.get_embedding_weight(model, side)
     if weight is None:
         raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
@@ -70,14 +69,10 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
 
 def read_untied_output(config: ModelConfig) -> Matrix | None:
     """Read a model's output embeddings; None if they are missing or tied to the input embeddings."""
-    model = _build_without_weights(config)
+    model = model_files.build_meta_model(config)
     weight = model_files.get_embedding_weight(model, "output")
     is_tied = weight is not None and weight is model_files.get_embedding_weight(model, "input")
     return None if weight is None or is_tied else read_matrix(config, "output")
-
-
-def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
-    return model_files.build_meta_model(model_files.load_pretrained(config, AutoConfig))
 
 
 def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:

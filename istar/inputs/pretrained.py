@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
 from istar.inputs import demo, tiny
@@ -35,7 +29,7 @@ from istar.inputs.model_files import (
     convert_to_user_errors,
     get_embedding_weight,
     is_folder,
-    load_pretrained,
+    load_checkpoint_config,
     load_weights,
     make_hub_options,
     silence_transformers,
@@ -155,7 +149,7 @@ def _make_architecture_config(config: ModelConfig) -> Any:
     """Load or build a model's configuration with the values of `config.config`, but not yet the task's values."""
     if config.architecture is not None:
         return make_config(config.architecture, config.config)
-    model_config = load_pretrained(config, AutoConfig)
+    model_config = load_checkpoint_config(config)
     return override_config(model_config, config.config, config.label) if config.config else model_config
 
 
@@ -307,7 +301,7 @@ def _fit_head(config: ModelConfig, spec: TaskSpec, model: PreTrainedModel) -> No
 
     Names such as `LABEL_0` mean nothing; their order is kept.
     """
-    checkpoint_config = load_pretrained(config, AutoConfig)
+    checkpoint_config = load_checkpoint_config(config)
     if not getattr(get_checkpoint_class(checkpoint_config), "__name__", "").endswith("ForSequenceClassification"):
         return
     names = [str(name) for _, name in sorted(checkpoint_config.id2label.items())]
