@@ -154,9 +154,8 @@ def find_revisions(model: str, names: Sequence[str], steps: Mapping[str, int] | 
     labels = list(dict.fromkeys(filter(None, names)))
     if not labels:
         raise UserError("--revisions is empty; expected names separated by commas, such as step1000,step2000")
-    if steps is None:
-        step_by_label = {label: step_from_name(label) for label in labels}
-    else:
+    step_by_label = {label: step_from_name(label) for label in labels}
+    if steps is not None:
         step_by_label = _match_steps(steps, labels, paths=labels)
     return _check_folder_names([Checkpoint(label, model, label, step_by_label[label]) for label in labels])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
-from istar.files.folders import list_visible
+from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
 from istar.finetune.runs import extras, precision
 from istar.records.config import Config, DataConfig, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
 from istar.records.config.schema import to_dict
@@ -270,18 +270,19 @@ def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Pa
     digest = hashlib.blake2b()
     for path in list_visible(folder):
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        is_included = path.suffix in (".json", ".txt", ".model") or is_weights
-        if path.is_file() and is_included and (include_weights or not is_weights):
+        is_included = include_weights if is_weights else path.suffix in (".json", ".txt", ".model")
+        if path.is_file() and is_included:
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-    if not (folder / "adapter_config.json").is_file():
+    path = folder / ADAPTER_CONFIG_FILE
+    if not path.is_file():
         return digest.hexdigest()
     from istar.inputs.adapters import read_base_config
 
     base = read_base_config(folder)
     if folder.resolve() in dependents:
-        raise UserError(f"{folder / 'adapter_config.json'}: its base model {base.name} leads back to {folder}")
+        raise UserError(f"{path}: its base model {base.name} leads back to {folder}")
     if Path(base.name).is_dir():
         base_identity = _hash_model_folder(Path(base.name), include_weights, (*dependents, folder.resolve()))
     else:
