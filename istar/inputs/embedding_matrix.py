@@ -101,11 +101,10 @@ def _read_tensor(config: ModelConfig, names: list[str], layer: nn.Module) -> tup
         tensor_name = _choose_name(names, file_by_tensor)
         if tensor_name is None:
             return None
-        path = model_files.find_file(config, file_by_tensor[tensor_name])
+        file_name = file_by_tensor[tensor_name]
+        path = model_files.find_file(config, file_name)
         if path is None:
-            raise UserError(
-                f"{config.name} lacks {file_by_tensor[tensor_name]}, which {INDEX} names as the file of {tensor_name}"
-            )
+            raise UserError(f"{config.name} lacks {file_name}, which {INDEX} names as the file of {tensor_name}")
         layer_prefix = tensor_name.removesuffix("weight")
         expected_names = {tensor_name, *(layer_prefix + name for name in layer.state_dict())}
         for name in sorted(file_by_tensor.keys() - expected_names):

@@ -308,6 +308,5 @@ def find_model(pl_module: L.LightningModule, model: FindModel) -> nn.Module:
     try:
         return pl_module.get_submodule(model)
     except AttributeError as error:
-        raise UserError(
-            f"{type(pl_module).__name__}.{model} was not found; name the attribute with the model: model=..."
-        ) from error
+        name = f"{type(pl_module).__name__}.{model}"
+        raise UserError(f"{name} was not found; name the attribute with the model: model=...") from error

@@ -73,12 +73,10 @@ def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examp
 
 
 def _check_penalty_fits_task(config: Config, spec: TaskSpec) -> None:
-    within_classes = getattr(config.reg, "within", None)
-    if within_classes is not None and spec.kind != "classification":
+    within = getattr(config.reg, "within", None)
+    if within is not None and spec.kind != "classification":
         kind = "language modelling" if spec.is_language_modelling else f"a {spec.kind} task"
-        raise UserError(
-            f"reg.within={within_classes} needs a classification task; {spec.name} is {kind}, so leave it out"
-        )
+        raise UserError(f"reg.within={within} needs a classification task; {spec.name} is {kind}, so leave it out")
 
 
 def resolve_config(config: Config) -> Config:
