@@ -188,7 +188,8 @@ def _check_num_processes(job: Job) -> None:
             "istar.finetune.runs.launch.launch(config, num_processes) start them"
         )
     min_size = min(len(rows) for rows in (*job.data.validation, *job.data.test))
-    if min_size < (count := job.trainer.world_size):
+    count = job.trainer.world_size
+    if min_size < count:
         raise UserError(f"{count} processes are too many for an evaluation set of {min_size}; give fewer devices")
 
 

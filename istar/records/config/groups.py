@@ -185,9 +185,8 @@ class ModelConfig:
                     "model.pretrained=false makes a new model"
                 )
         if self.architecture is not None and self.tokenizer is None:
-            name = self.architecture
             raise UserError(
-                f"model.architecture={name} has no tokenizer; add model.tokenizer=<train, folder or hub id>"
+                f"model.architecture={self.architecture} has no tokenizer; add model.tokenizer=train, a folder or a hub id"
             )
 
     def _check_adapters(self) -> None:
