@@ -356,7 +356,8 @@ class PenaltyLossCallback(PenaltyCallback):
         if "loss" in logs:
             for name, is_recent in self.owner.is_recent.items():
                 if not is_recent:
-                    del logs[name], state.log_history[-1][name]
+                    logs.pop(name, None)
+                    state.log_history[-1].pop(name, None)
                 self.owner.is_recent[name] = False
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:

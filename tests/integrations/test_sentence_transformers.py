@@ -392,6 +392,7 @@ def test_each_dataset_logs_the_means_of_its_own_penalty(bert_folder, tmp_path, l
         return add_terms
 
     for name, loss in losses_by_name.items():
+        loss([model.preprocess(["a", "b"]), model.preprocess(["c", "d"])])  # before training, and not logged
         loss.register_forward_hook(record(name))
     callbacks = [PenaltyLossCallback(loss) for loss in losses_by_name.values()]
     trainer = make_trainer(

@@ -186,7 +186,7 @@ class ModelConfig:
                 )
         if self.architecture is not None and self.tokenizer is None:
             raise UserError(
-                f"model.architecture={self.architecture} has no tokenizer; add model.tokenizer=train, a folder or a hub id"
+                f"model.architecture={self.architecture} has no tokenizer; add model.tokenizer=train, a folder or id"
             )
 
     def _check_adapters(self) -> None:
