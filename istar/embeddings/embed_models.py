@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from istar.embeddings import token_frequencies, wordsim
 from istar.errors import UserError, shorten
@@ -242,7 +242,7 @@ def save_model(model: ModelArgument, matrix: Matrix, processed: Tensor, output: 
     Tied output embeddings stay tied, so that they are processed too. Raises a `UserError` if the folder cannot be
     written.
     """
-    model_class = type(model_files.build_meta_model(model_files.load_pretrained(model.config, AutoConfig)))
+    model_class = type(model_files.build_meta_model(model.config))
     loaded_model: Any = model_files.load_weights(model.config, model_class, lambda whole: whole, dtype="auto")
     is_input = matrix.side == "input"
     layer = loaded_model.get_input_embeddings() if is_input else loaded_model.get_output_embeddings()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from istar.errors import UserError, shorten
 from istar.inputs.readers import find_suffix, iterate_csv, numbered_lines
-from istar.inputs.tokenizing import convert_tokenizer_errors
+from istar.inputs.tokenizing import tokenize
 from istar.measures.numerics import unit_vectors
 from istar.statistics.arguments import is_constant
 
@@ -180,9 +180,7 @@ def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") 
     """Return the token ids of each word, tokenized after another word."""
     context = "the"
     texts = [context, *(f"{context} {word}" for word in words)]
-    with convert_tokenizer_errors():
-        all_ids = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
-    context_ids, *ids_by_text = all_ids
+    context_ids, *ids_by_text = tokenize(texts, tokenizer)
     for word, token_ids in zip(words, ids_by_text, strict=True):
         if token_ids[: len(context_ids)] != context_ids:
             raise UserError(f"the tokenizer joins {context!r} and {word!r}; expected a tokenizer that splits at spaces")

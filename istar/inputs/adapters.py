@@ -90,19 +90,15 @@ def read_base_config(folder: Path) -> ModelConfig:
 
     Raises a `UserError` if the folder does not name a base model, or names modules by a regular expression.
     """
-    settings = read_json(folder / ADAPTER_CONFIG_FILE)
+    path = folder / ADAPTER_CONFIG_FILE
+    settings = read_json(path)
     base_name = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not base_name:
-        raise UserError(
-            f"{folder / ADAPTER_CONFIG_FILE} names no base model; expected base_model_name_or_path, as peft writes it"
-        )
+        raise UserError(f"{path} names no base model; expected base_model_name_or_path, as peft writes it")
     for key in ("target_modules", "exclude_modules"):
         # A malicious pattern could take peft forever.
         if isinstance(settings.get(key), str) and settings[key] != ALL_LINEAR:
-            raise UserError(
-                f"{folder / ADAPTER_CONFIG_FILE}: {key} is a regular expression, which is not supported; expected a "
-                "list of names of modules"
-            )
+            raise UserError(f"{path}: {key} is a regular expression; expected a list of names of modules")
     return ModelConfig(name=base_name, revision=settings.get("revision"))
 
 
@@ -129,15 +125,10 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         merge: Callable[[], PreTrainedModel] | None = getattr(adapted_model, "merge_and_unload", None)
     if merge is None:
         method = adapted_model.active_peft_config.peft_type.value
-        raise UserError(
-            f"{folder} holds adapters by {method}, which are no change of the weights and cannot be merged into them; "
-            "expected LoRA or a similar method"
-        )
+        raise UserError(f"{folder} holds adapters by {method}, which cannot be merged; expected LoRA or the like")
     if unused_weights:
-        raise UserError(
-            f"{folder}: {len(unused_weights)} of its weights have no place in the base model as {ADAPTER_CONFIG_FILE} "
-            f"describes the adapters, e.g. {unused_weights[0]}"
-        )
+        count, example = len(unused_weights), unused_weights[0]
+        raise UserError(f"{folder}: {count} of its weights have no place by {ADAPTER_CONFIG_FILE}, e.g. {example}")
     return merge()
 
 

@@ -93,9 +93,7 @@ def cache_documents(documents: Iterable[str], folder: Path, digest: str) -> Data
                 for batch in chunks(documents, _BATCH_ROWS):
                     stream.write_batch(pa.record_batch([pa.array(batch, pa.large_string())], schema))
         except OSError as error:
-            raise UserError(
-                f"the documents cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
-            ) from error
+            raise UserError(f"the documents cannot be cached: {shorten(error)}; set another data.cache_dir") from error
     return Dataset.from_file(str(path))
 
 

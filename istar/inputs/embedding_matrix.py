@@ -1,6 +1,6 @@
 """Reading an embedding matrix of a model without loading its other weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -8,7 +8,6 @@ from typing import Literal, TypedDict
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
 
 from istar.errors import UserError, shorten
 from istar.files.parsing import read_record
@@ -44,7 +43,7 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
     Without such a file, the whole model is loaded, and its adapters are merged if it has any. Raises a `UserError` if
     the model cannot be found or read, or lacks such a matrix.
     """
-    model = _build_without_weights(config)
+    model = model_files.build_meta_model(config)
     weight = model_files.get_embedding_weight(model, side)
     if weight is None:
         raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
@@ -70,14 +69,10 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
 
 def read_untied_output(config: ModelConfig) -> Matrix | None:
     """Read a model's output embeddings; None if they are missing or tied to the input embeddings."""
-    model = _build_without_weights(config)
+    model = model_files.build_meta_model(config)
     weight = model_files.get_embedding_weight(model, "output")
     is_tied = weight is not None and weight is model_files.get_embedding_weight(model, "input")
     return None if weight is None or is_tied else read_matrix(config, "output")
-
-
-def _build_without_weights(config: ModelConfig) -> PreTrainedModel:
-    return model_files.build_meta_model(model_files.load_pretrained(config, AutoConfig))
 
 
 def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
@@ -93,8 +88,9 @@ def _read_tensor(config: ModelConfig, names: list[str], layer: nn.Module) -> tup
     Returns the matrix, its name and its file, or None if there is no such file, name or ending. Raises a `UserError`
     if the file has further weights for the layer, such as the scale of a quantized matrix.
     """
-    index_path, path = model_files.find_file(config, INDEX), None
-    if index_path is None and (path := model_files.find_file(config, WEIGHTS)) is None:
+    index_path = model_files.find_file(config, INDEX)
+    path = index_path or model_files.find_file(config, WEIGHTS)
+    if path is None:
         return None
     try:
         if index_path is None:
@@ -105,33 +101,27 @@ def _read_tensor(config: ModelConfig, names: list[str], layer: nn.Module) -> tup
         tensor_name = _choose_name(names, file_by_tensor)
         if tensor_name is None:
             return None
-        path = model_files.find_file(config, file_by_tensor[tensor_name])
+        file_name = file_by_tensor[tensor_name]
+        path = model_files.find_file(config, file_name)
         if path is None:
-            raise UserError(
-                f"{config.name} lacks {file_by_tensor[tensor_name]}, which {INDEX} names as the file of {tensor_name}"
-            )
+            raise UserError(f"{config.name} lacks {file_name}, which {INDEX} names as the file of {tensor_name}")
         layer_prefix = tensor_name.removesuffix("weight")
         expected_names = {tensor_name, *(layer_prefix + name for name in layer.state_dict())}
         for name in sorted(file_by_tensor.keys() - expected_names):
-            # DeBERTa's checkpoints have copies of weights, under names that begin with an underscore.
-            if name.startswith(layer_prefix) and "._" not in name:
-                raise UserError(
-                    f"{config.label}: the checkpoint has {name}, which {tensor_name} alone does not include; choose a "
-                    "checkpoint that is not quantized"
-                )
+            if name.startswith(layer_prefix):
+                model_files.refuse_further_weight(config.label, name, layer_prefix.rstrip("."))
         with safe_open(path, "pt") as file:
             return file.get_tensor(tensor_name), tensor_name, path
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged, or not a safetensors file: {shorten(error)}") from error
 
 
-def _choose_name(names: Sequence[str], stored_names: Iterable[str]) -> str | None:
+def _choose_name(names: Sequence[str], stored_names: Collection[str]) -> str | None:
     """Return the first of the names that is stored, or else the only stored name with the same last two parts.
 
     transformers renames weights of some models with images or sound: `language_model.model.embed_tokens.weight` becomes
     `model.language_model.embed_tokens.weight`.
     """
-    stored_names = set(stored_names)
     endings = {tuple(name.split(".")[-2:]) for name in names}
     similar_names = [name for name in stored_names if tuple(name.split(".")[-2:]) in endings]
     only_similar_name = similar_names[0] if len(similar_names) == 1 else None

@@ -29,29 +29,30 @@ from istar.records.config import ModelConfig
 log = logging.getLogger(__name__)
 
 
-def load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
-    """Load `config.name` at `config.revision` by `auto_class.from_pretrained`, without log output or network retries.
+def load_checkpoint_config(config: ModelConfig) -> Any:
+    """Load a checkpoint's configuration, changed so that the model returns what models return by default.
 
-    `options` are further arguments of `from_pretrained`. Raises a `UserError` if the files are not found or cannot be
-    read.
+    Raises a `UserError` if it is not found, cannot be read, or has an impossible number of layers.
     """
-    if auto_class is AutoConfig:
-        config = find_base(config, "config.json") or config
-    elif "config" not in options:
-        load_pretrained(config, AutoConfig)  # its size is checked before the model is built
+    config = find_base(config, "config.json") or config
+    checkpoint_config = _load_pretrained(config, AutoConfig)
+    check_num_layers(checkpoint_config, config.label)
+    reset_outputs(checkpoint_config)
+    return checkpoint_config
+
+
+def _load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
+    """Call `auto_class.from_pretrained` for a model, without log output or network retries."""
     with convert_to_user_errors(config), silence_transformers():
-        loaded = auto_class.from_pretrained(config.name, **make_hub_options(config), **options)
-    if auto_class is AutoConfig:
-        check_num_layers(loaded, config.label)
-        reset_outputs(loaded)
-    return loaded
+        return auto_class.from_pretrained(config.name, **make_hub_options(config), **options)
 
 
-def build_meta_model(model_config: Any) -> PreTrainedModel:
+def build_meta_model(config: ModelConfig) -> PreTrainedModel:
     """Build a checkpoint's model with its head, without weights (meta device).
 
-    Raises a `UserError` if transformers does not support the architecture.
+    Raises a `UserError` as `load_checkpoint_config`, and if transformers does not support the architecture.
     """
+    model_config = load_checkpoint_config(config)
     try:
         model_class: Any = get_checkpoint_class(model_config) or transformers.MODEL_MAPPING[type(model_config)]
         with torch.device("meta"), silence_transformers():
@@ -114,39 +115,35 @@ def load_weights(
         with tempfile.TemporaryDirectory() as folder:
             _write_merged_model(config, Path(folder), options["dtype"])
             return load_weights(replace(config, name=folder), auto_class, find_part, **options)
-    checkpoint_config = load_pretrained(config, AutoConfig)
+    checkpoint_config = load_checkpoint_config(config)
     checkpoint_class = get_checkpoint_class(checkpoint_config)
     # A head for other labels may have mismatched sizes; `_check_loaded_weights` rejects all other mismatches.
     options = {"config": checkpoint_config, **options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     is_headless = auto_class is AutoModel
     if is_headless and checkpoint_class is not None and type(checkpoint_config) not in transformers.MODEL_MAPPING:
         auto_class = checkpoint_class  # some parts of models with images or sound have a class with a head only
-    model, loading_info = load_pretrained(config, auto_class, **options)
+    model, loading_info = _load_pretrained(config, auto_class, **options)
     part = find_part(model)
     if checkpoint_class in (None, type(model)) or not _select_weights(model, part, loading_info["missing_keys"]):
         _check_loaded_weights(config.label, model, part, loading_info, checkpoint_class)
         return part if is_headless and auto_class is checkpoint_class else model
     if "device_map" in options:
-        raise UserError(
-            f"{config.label} is a {checkpoint_class.__name__}, which --device-map cannot place; leave it out"
-        )
+        raise UserError(f"{config.label}: --device-map cannot place a {checkpoint_class.__name__}; leave it out")
     # The checkpoint's class may compute the missing weights, like the positions of Marian, or have other names for
     # them: the base model of `LlamaForQuestionAnswering` is `transformer`. It may also lack one of two stacks.
-    checkpoint_model, loading_info = load_pretrained(config, checkpoint_class, **options)
+    checkpoint_model, loading_info = _load_pretrained(config, checkpoint_class, **options)
     checkpoint_part = find_part(checkpoint_model)
     _check_loaded_weights(config.label, checkpoint_model, checkpoint_part, loading_info, checkpoint_class)
     if is_headless:
         return checkpoint_part
     if part.state_dict().keys() != checkpoint_part.state_dict().keys():
-        raise UserError(
-            f"{config.label} is a {checkpoint_class.__name__}, which cannot become a {type(model).__name__}"
-        )
+        raise UserError(f"{config.label}: a {checkpoint_class.__name__} cannot become a {type(model).__name__}")
     part.load_state_dict(checkpoint_part.state_dict())
     return model
 
 
 def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
-    adapted_config = load_pretrained(config, AutoConfig)
+    adapted_config = load_checkpoint_config(config)
     adapted_class = get_checkpoint_class(adapted_config)
     if adapted_class is None:
         raise UserError(f"{config.label}: its config.json names no architecture of transformers")
@@ -220,21 +217,27 @@ def _check_unused_weights(
     unused = []
     for key in sorted(keys):
         paths = (key, key.removeprefix(prefix), prefix + key)
-        layer_names = [f"{name}." for name in module_by_name if any(path.startswith(f"{name}.") for path in paths)]
-        layer_name = max((name for name in layer_names if name != prefix), key=len, default="").removesuffix(".")
+        names = {name for name in module_by_name if any(path.startswith(f"{name}.") for path in paths)}
+        layer_name = max(names - {model.base_model_prefix}, key=len, default="")
         layer = module_by_name[layer_name] if layer_name else find_body(model)
         is_of_head = has_new_head and not layer_name and not key.startswith(prefix)
         if layer not in part_modules or is_of_head or "pooler" in key or "lm_head" in key:
             continue
-        # DeBERTa's checkpoints have copies of weights, under names that begin with an underscore.
-        if layer_name and "._" not in key and next(layer.parameters(recurse=False), None) is not None:
-            raise UserError(
-                f"{label}: the checkpoint has {key}, but by config.json {layer_name} has no such weight and would "
-                "compute something else; choose a checkpoint that is not quantized, or mend config.json"
-            )
+        if layer_name and next(layer.parameters(recurse=False), None) is not None:
+            refuse_further_weight(label, key, layer_name)
         unused.append(key)
     if unused:
         log.warning("%s: %d of the checkpoint's weights are not used, e.g. %s", label, len(unused), unused[0])
+
+
+def refuse_further_weight(label: str, key: str, layer_name: str) -> None:
+    """Raise a `UserError` for a weight of a checkpoint that a layer of the model lacks, unless it is only a copy."""
+    # DeBERTa's checkpoints have copies of weights, under names that begin with an underscore.
+    if "._" not in key:
+        raise UserError(
+            f"{label}: the checkpoint has {key}, but by config.json {layer_name} has no such weight and would compute "
+            "something else; choose a checkpoint that is not quantized, or mend config.json"
+        )
 
 
 @contextmanager

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
 from istar.inputs import demo, tiny
@@ -35,7 +29,7 @@ from istar.inputs.model_files import (
     convert_to_user_errors,
     get_embedding_weight,
     is_folder,
-    load_pretrained,
+    load_checkpoint_config,
     load_weights,
     make_hub_options,
     silence_transformers,
@@ -105,10 +99,7 @@ def _train_new_tokenizer(config: ModelConfig, texts: Iterable[str] | None) -> Pr
     It truncates texts to the model's maximum length and returns only inputs that the model takes.
     """
     if texts is None:
-        raise UserError(
-            "model.tokenizer=train needs the text of a task to train a tokenizer on; name a tokenizer, a folder or a "
-            "hub id"
-        )
+        raise UserError("model.tokenizer=train needs the text of a task; name the folder or hub id of a tokenizer")
     model_config = _make_architecture_config(config)
     tokenizer = train_tokenizer(texts, config.vocab_size, "bpe" if is_decoder(model_config) else "wordpiece")
     # In some architectures, positions start after the id of the padding token.
@@ -158,7 +149,7 @@ def _make_architecture_config(config: ModelConfig) -> Any:
     """Load or build a model's configuration with the values of `config.config`, but not yet the task's values."""
     if config.architecture is not None:
         return make_config(config.architecture, config.config)
-    model_config = load_pretrained(config, AutoConfig)
+    model_config = load_checkpoint_config(config)
     return override_config(model_config, config.config, config.label) if config.config else model_config
 
 
@@ -310,7 +301,7 @@ def _fit_head(config: ModelConfig, spec: TaskSpec, model: PreTrainedModel) -> No
 
     Names such as `LABEL_0` mean nothing; their order is kept.
     """
-    checkpoint_config = load_pretrained(config, AutoConfig)
+    checkpoint_config = load_checkpoint_config(config)
     if not getattr(get_checkpoint_class(checkpoint_config), "__name__", "").endswith("ForSequenceClassification"):
         return
     names = [str(name) for _, name in sorted(checkpoint_config.id2label.items())]
@@ -353,15 +344,13 @@ def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | No
 def _check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, inputs: Any) -> None:
     """Check that tokenizer and model fit together, and that the model's outputs are finite."""
     embedding = get_embedding_weight(model, "input")
+    class_name = type(model).__name__
     other_inputs = " and ".join(sorted(_OTHER_INPUTS.intersection(inspect.signature(model.forward).parameters)))
-    refusal = (
-        f"{label} cannot process text alone: a {type(model).__name__} reads {other_inputs}; choose a model of text"
-    )
+    refusal = f"{label} is a {class_name}, which has no embeddings of tokens; choose a model of text"
+    if other_inputs:
+        refusal = f"{label} cannot process text alone: a {class_name} reads {other_inputs}; choose a model of text"
     if embedding is None or model.main_input_name != "input_ids":
-        no_embeddings = (
-            f"{label} is a {type(model).__name__}, which has no embeddings of tokens; choose a model of text"
-        )
-        raise UserError(refusal if other_inputs else no_embeddings)
+        raise UserError(refusal)
     num_embeddings, num_tokens = len(embedding), max(tokenizer.get_vocab().values()) + 1
     if num_tokens > num_embeddings:
         raise UserError(

@@ -101,9 +101,8 @@ def _refuse_repeated_columns(source: str, columns: Sequence[str], names: Sequenc
     for name in names:
         positions = [str(position) for position, column in enumerate(columns, start=1) if column == name]
         if len(positions) > 1:
-            raise UserError(
-                f"{source}: column {name!r} occurs at positions {', '.join(positions)}; rename or remove all but one"
-            )
+            places = ", ".join(positions)
+            raise UserError(f"{source}: column {name!r} occurs at positions {places}; rename or remove all but one")
 
 
 def read_json_table(path: Path) -> Table:

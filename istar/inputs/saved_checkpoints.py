@@ -1,6 +1,5 @@
 """Models named on a command line, and the checkpoints of one training with their optimizer steps."""
 
-import csv
 import json
 import logging
 import os
@@ -12,10 +11,10 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
-from istar.errors import UserError, shorten
+from istar.errors import UserError
 from istar.files.folders import is_model_folder, list_visible, split_label, to_file_name
 from istar.files.parsing import MissingFileError, read_json
-from istar.files.writing import refuse_special_file, write_text
+from istar.files.writing import write_text
 from istar.inputs.archives import load_archive
 from istar.records.config import ModelConfig
 from istar.records.identity import shorten_model_name
@@ -126,15 +125,13 @@ def read_steps(path: Path) -> dict[str, int]:
     Raises a `UserError` if the file cannot be read, lacks a column, repeats a checkpoint, or has a step that is not a
     whole number.
     """
-    try:
-        refuse_special_file(path)
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, skipinitialspace=True))
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"--steps {path} cannot be read: {shorten(error)}; expected a CSV file") from error
+    from istar.inputs.readers import iterate_csv  # brings datasets along
+
+    header, *rows = [[field.strip() for field in fields] for _, fields in iterate_csv(path)] or [[]]
     steps: dict[str, int] = {}
-    for row in rows:
-        name, step_text = (row.get("checkpoint") or "").strip(), (row.get("step") or "").strip()
+    for fields in rows:
+        row = dict(zip(header, fields, strict=False))
+        name, step_text = row.get("checkpoint", ""), row.get("step", "")
         if not name or not step_text.isdecimal():
             raise UserError(
                 f"--steps {path}: a row has the checkpoint {name!r} and the step {step_text!r}; expected the columns "
@@ -157,9 +154,8 @@ def find_revisions(model: str, names: Sequence[str], steps: Mapping[str, int] | 
     labels = list(dict.fromkeys(filter(None, names)))
     if not labels:
         raise UserError("--revisions is empty; expected names separated by commas, such as step1000,step2000")
-    if steps is None:
-        step_by_label = {label: step_from_name(label) for label in labels}
-    else:
+    step_by_label = {label: step_from_name(label) for label in labels}
+    if steps is not None:
         step_by_label = _match_steps(steps, labels, paths=labels)
     return _check_folder_names([Checkpoint(label, model, label, step_by_label[label]) for label in labels])
 

@@ -122,9 +122,7 @@ def count_text_tokens(length: int, prefix: Sequence[int], suffix: Sequence[int])
     """Return how many tokens of a text fit into a block with the special tokens; raise a `UserError` if none do."""
     num_text_tokens = length - len(prefix) - len(suffix)
     if num_text_tokens < 1:
-        raise UserError(
-            f"a block of {length} tokens has no room for text beside the special tokens; choose a greater length"
-        )
+        raise UserError(f"a block of {length} tokens has no room for more than special tokens; choose a greater length")
     return num_text_tokens
 
 

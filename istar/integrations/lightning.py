@@ -72,7 +72,8 @@ class PenaltyCallback(L.Callback):
         self._detached: AttachedPenalty | None = None
         self._loaded_state: dict[str, Tensor] = {}
         self._has_fitted = False
-        self._loss_was_called, self._no_terms = False, dict[str, float]()
+        self._loss_was_called = False
+        self._no_terms: dict[str, float] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # `save_hyperparameters` puts the callback into checkpoints, which contain the model already. Lightning sets two
@@ -108,7 +109,7 @@ class PenaltyCallback(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
-        self._loss_was_called, self._no_terms = False, {}
+        self._loss_was_called = False
         # A trainer that goes on continues with the penalty's state, and one that resumes with the saved one.
         if self._has_fitted and (_count_steps(trainer, pl_module) == 0 or trainer.ckpt_path is not None):
             self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
@@ -131,9 +132,9 @@ class PenaltyCallback(L.Callback):
     ) -> None:
         """Set the penalty's weight by the schedule, and compute Sigma_S if it is due before this batch."""
         assert self._attached is not None
-        if self.settings.has_schedule:
-            self._attached.set_weight(*_measure_progress(trainer, pl_module))
         step = _count_steps(trainer, pl_module)
+        if self.settings.has_schedule:
+            self._attached.set_weight(*_measure_progress(trainer, step))
         with trainer.precision_plugin.train_step_context():
             self._attached.refresh_if_due(step, batch_idx == 0, self._iterate_covariance_batches(trainer, step))
 
@@ -198,26 +199,20 @@ def _count_steps(trainer: L.Trainer, pl_module: L.LightningModule) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.total.completed
 
 
-def _measure_progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int]:
+def _measure_progress(trainer: L.Trainer, step: int) -> tuple[int, int]:
     """Return the numbers of completed and of all steps of the training, by the limit that ends it first.
 
-    Raises:
-        UserError: if neither epochs nor `max_steps` limit the training.
+    Raises a `UserError` if neither epochs nor `max_steps` limit the training.
     """
     limits = [(trainer.global_step, trainer.max_steps)] if trainer.max_steps != -1 else []
     if trainer.num_training_batches != math.inf and trainer.max_epochs not in (None, -1):
-        schedulers = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-        accumulation = [
-            schedulers[0].get_accumulate_grad_batches(epoch) if schedulers else trainer.accumulate_grad_batches
-            for epoch in range(trainer.max_epochs)
-        ]
-        num_steps = sum(math.ceil(trainer.num_training_batches / num_batches) for num_batches in accumulation)
-        limits.append((_count_steps(trainer, pl_module), num_steps))
+        accumulation = [trainer.accumulate_grad_batches] * trainer.max_epochs
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler):
+                accumulation = list(map(callback.get_accumulate_grad_batches, range(trainer.max_epochs)))
+        limits.append((step, sum(math.ceil(trainer.num_training_batches / batches) for batches in accumulation)))
     if not limits:
-        raise UserError(
-            "the schedule of lambda needs the length of the training; limit it by Trainer(max_steps=...), or by "
-            "max_epochs with a dataloader that has a length"
-        )
+        raise UserError("the schedule of lambda needs the length of the training; limit it: Trainer(max_steps=...)")
     return max(limits, key=lambda limit: (limit[0] / limit[1], -limit[1]))
 
 
@@ -313,6 +308,5 @@ def find_model(pl_module: L.LightningModule, model: FindModel) -> nn.Module:
     try:
         return pl_module.get_submodule(model)
     except AttributeError as error:
-        raise UserError(
-            f"{type(pl_module).__name__}.{model} was not found; name the attribute with the model: model=..."
-        ) from error
+        name = f"{type(pl_module).__name__}.{model}"
+        raise UserError(f"{name} was not found; name the attribute with the model: model=...") from error

@@ -69,16 +69,16 @@ class PenaltyLoss(nn.Module):
         if on not in POINT_TYPES:
             raise UserError(f"on is {on!r}; expected one of {', '.join(POINT_TYPES)}")
         if settings.target != HIDDEN_STATES or not settings.points.are_all or settings.sample is not None:
-            raise UserError(
-                "PenaltyLoss has the points that `on` names; leave target, points and sample out of settings"
-            )
+            raise UserError("PenaltyLoss has the points named by on; leave target, points and sample out of settings")
         # The trainer replaces this attribute, here and in the inner loss, by the wrapped model.
         self.model: nn.Module = model
         self.loss = loss
         self.penalty = penalty
         self.on = on
         self.settings = settings
-        self.suffix = suffix
+        # The wrapped loss may be a `PenaltyLoss`, too, with other points.
+        num_losses = 1 + sum(isinstance(module, PenaltyLoss) for module in loss.modules())
+        self.suffix = f"_{num_losses}{suffix}" if num_losses > 1 else suffix
         # By the name of each term that was ever logged: whether it was computed since the last log.
         self.is_recent: dict[str, bool] = {}
         # The tuple keeps this reference from being a submodule, which the trainer would replace, too.
@@ -123,18 +123,15 @@ class PenaltyLoss(nn.Module):
         finally:
             self._collects_points, self._collected_states = False, []
         components = _Components(loss if isinstance(loss, Mapping) else {"task_loss": loss})
-        # The wrapped loss may be a `PenaltyLoss`, too, with other points.
-        suffix = self.suffix
-        if f"penalty{suffix}" in components:
-            suffix += f"_{len(components.values())}"
         components.add_logged({"task_loss": torch.stack(components.values()).sum()})
         if is_penalized:
-            components[f"penalty{suffix}"] = self.attached.loss()
+            components[f"penalty{self.suffix}"] = self.attached.loss()
             terms = {**self.attached.terms(), **self.attached.progress()}
             # The processes may disagree on whether there is this term, and the trainer would wait for all of them.
             terms.pop("undefined", None)
-            components.add_logged({f"{name}{suffix}": term for name, term in terms.items()})
-            self.is_recent |= {f"{name}{suffix}": True for name in terms}
+            terms = {f"{name}{self.suffix}": term for name, term in terms.items()}
+            components.add_logged(terms)
+            self.is_recent |= dict.fromkeys(terms, True)
         return components
 
     @property
@@ -229,7 +226,7 @@ class _Components(dict[str, Tensor]):
     """The components of a loss, and further terms to log: in `items`, but not in `values`, which are added up."""
 
     def __init__(self, components: Mapping[str, Tensor]) -> None:
-        super().__init__({name: components[name] for name in components})
+        super().__init__(components)
         self._logged = set(getattr(components, "_logged", ()))
 
     def add_logged(self, terms: Mapping[str, float | Tensor]) -> None:
@@ -244,11 +241,7 @@ class _Components(dict[str, Tensor]):
         return [self[name] for name in self if name not in self._logged]
 
     def items(self) -> Any:  # what the trainer logs
-        has_value = {name: ~self[name].isnan() for name in self}
-        return [
-            (name, _Mean(torch.stack([self[name].where(is_value, 0), is_value])))
-            for name, is_value in has_value.items()
-        ]
+        return [(name, _Mean(torch.stack([self[name].nansum(), ~self[name].isnan()]))) for name in self]
 
     def __mul__(self, factor: Any) -> NoReturn:
         """Refuse what losses around other losses do, such as `MatryoshkaLoss`: they multiply a single number."""
@@ -334,19 +327,15 @@ class PenaltyLossCallback(PenaltyCallback):
 
     Args:
         loss: the trainer's loss, one of its losses for several datasets, or a `PenaltyLoss` within one.
-        suffix: a new suffix of the loss, see `PenaltyLoss`.
 
     Raises:
         UserError: in training, if two callbacks of the trainer would use the same file.
     """
 
-    def __init__(self, loss: PenaltyLoss, suffix: str = "") -> None:
+    def __init__(self, loss: PenaltyLoss) -> None:
         super().__init__(loss)
-        loss.suffix = suffix = suffix or loss.suffix
-        num_losses = sum(isinstance(module, PenaltyLoss) for module in loss.modules())
-        number = f"_{num_losses}" if num_losses > 1 else ""
         path = Path(STATE_FILE)
-        self.state_file = f"{path.stem}{number}{suffix}{path.suffix}"
+        self.state_file = f"{path.stem}{loss.suffix}{path.suffix}"
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Load the penalty's state if training resumes from a checkpoint."""
@@ -355,7 +344,7 @@ class PenaltyLossCallback(PenaltyCallback):
         if self.state_file in used_files:
             raise UserError(
                 f"two PenaltyLossCallbacks use the file {self.state_file}; expected different ones: "
-                'PenaltyLossCallback(loss, suffix="_2")'
+                'PenaltyLoss(..., suffix="_2")'
             )
         used_files.add(self.state_file)
         self.owner.resumed_checkpoint = _checkpoint_folder(args, state) if state.global_step > 0 else None
@@ -365,10 +354,11 @@ class PenaltyLossCallback(PenaltyCallback):
         """Remove the terms that no batch had since the last log, for which the trainer has logged 0."""
         logs: dict[str, float] = kwargs["logs"]
         if "loss" in logs:
-            for name in [name for name, is_recent in self.owner.is_recent.items() if not is_recent]:
-                logs.pop(name, None)
-                state.log_history[-1].pop(name, None)
-            self.owner.is_recent = dict.fromkeys(self.owner.is_recent, False)
+            for name, is_recent in self.owner.is_recent.items():
+                if not is_recent:
+                    logs.pop(name, None)
+                    state.log_history[-1].pop(name, None)
+                self.owner.is_recent[name] = False
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Check nothing, because a step may use the loss of another dataset."""

@@ -392,6 +392,7 @@ def test_each_dataset_logs_the_means_of_its_own_penalty(bert_folder, tmp_path, l
         return add_terms
 
     for name, loss in losses_by_name.items():
+        loss([model.preprocess(["a", "b"]), model.preprocess(["c", "d"])])  # before training, and not logged
         loss.register_forward_hook(record(name))
     callbacks = [PenaltyLossCallback(loss) for loss in losses_by_name.values()]
     trainer = make_trainer(
@@ -415,8 +416,9 @@ def test_two_penalties_resume_each_with_its_own_state(bert_folder, tmp_path, is_
         model, data = make_encoder(bert_folder), make_pairs(12)
         tokens = PenaltyLoss(model, make_loss(model, has_labels=False), istar.IStar(WEIGHT, ZETA))
         inner_loss = tokens if is_nested else make_loss(model, has_labels=False)
-        pooled = PenaltyLoss(model, inner_loss, istar.IStar(WEIGHT, ZETA), on="pooled")
-        callbacks = [PenaltyLossCallback(tokens), PenaltyLossCallback(pooled, suffix="" if is_nested else "_2")]
+        suffix = "" if is_nested else "_2"
+        pooled = PenaltyLoss(model, inner_loss, istar.IStar(WEIGHT, ZETA), on="pooled", suffix=suffix)
+        callbacks = [PenaltyLossCallback(tokens), PenaltyLossCallback(pooled)]
         loss: Any = pooled if is_nested else {"tokens": tokens, "pooled": pooled}
         data = data if is_nested else {"tokens": data, "pooled": data}
         return [tokens, pooled], make_trainer(tmp_path, model, loss, data, *callbacks, **settings)
@@ -441,7 +443,7 @@ def test_mistakes_with_callbacks_are_refused_in_one_line(bert_folder, tmp_path):
     with pytest.raises(UserError, match=r"^the schedule of PenaltyLoss .*: callbacks=\[PenaltyLossCallback\(loss\)\]$"):
         make_trainer(tmp_path, model, first, make_pairs(8), max_steps=1).train()
     callbacks = [PenaltyLossCallback(first), PenaltyLossCallback(second)]
-    message = r"^two PenaltyLossCallbacks use the file istar_penalty\.safetensors; expected .*: PenaltyLossCallback"
+    message = r"^two PenaltyLossCallbacks use the file istar_penalty\.safetensors; .*: PenaltyLoss\(.*, suffix=.*\)$"
     with pytest.raises(UserError, match=message):
         make_trainer(tmp_path, model, first, make_pairs(8), *callbacks, max_steps=1).train()
     make_trainer(tmp_path, model, first, make_pairs(8), callbacks[0], max_steps=1).train()

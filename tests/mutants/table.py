@@ -1029,15 +1029,15 @@ MUTATIONS = [
     Mutation(
         "Losses that a language model adds itself, such as its routers', are left out.",
         "istar/finetune/training/language_model.py",
-        "self._adds_to_loss = adds_to_loss(model)",
-        "self._adds_to_loss = False",
+        "self.adds_to_loss = adds_to_loss(model)",
+        "self.adds_to_loss = False",
         "tests/finetune/training/test_language_model.py::test_loss_and_gradient_are_those_of_the_model",
     ),
     Mutation(
         "In manual optimization, the schedule of lambda counts the steps of all optimizers.",
         "istar/integrations/lightning.py",
-        "limits.append((_count_steps(trainer, pl_module), num_steps))",
-        "limits.append((trainer.global_step, num_steps))",
+        "limits.append((step, sum(",
+        "limits.append((trainer.global_step, sum(",
         "tests/integrations/test_lightning.py::test_manual_optimization_counts_batches",
     ),
     Mutation(

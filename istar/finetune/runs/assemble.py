@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
@@ -25,7 +24,6 @@ from istar.finetune.training.history import MetricsFile
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.finetune.training.layer_geometry import GeometryProbe
-from istar.finetune.training.module import Batch
 from istar.finetune.training.progress import RunProgress
 from istar.finetune.training.signals import StopSignal
 from istar.finetune.training.trainer import (
@@ -35,7 +33,6 @@ from istar.finetune.training.trainer import (
     writes_checkpoints,
 )
 from istar.hidden_states import AttachedPenalty
-from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.inputs import pretrained
 from istar.measures.numerics import keep_freed_memory
 from istar.records import results
@@ -85,8 +82,11 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     collate = make_collator(spec, config, tokenizer, model)
     penalty = config.reg.attach(model, special_ids(tokenizer), config.seed)
     module = _make_module(config, spec, model, penalty, data)
-    if getattr(module.model.config, "output_router_logits", False):
-        _check_router_loss(config, module, collate([data.train[0]]))
+    if getattr(module.model.config, "output_router_logits", False) and not module.adds_to_loss:
+        raise UserError(
+            f"{config.model.label}: its configuration has output_router_logits=true, but with task={spec.name} "
+            "its loss lacks the load-balancing loss of its routers; set the value to false"
+        )
     data_module = FineTuningData(data.train, data.validation, data.test, collate, config.data, config.seed, data.stream)
     geometry = ValidationGeometry(
         is_monitored=config.trainer.monitor_isotropy,
@@ -167,20 +167,6 @@ def _make_module(
     return LanguageModelTuner(model, penalty, optim, data.evaluators, **options)
 
 
-def _check_router_loss(config: Config, module: FineTuner, batch: Batch) -> None:
-    """Raise a `UserError` if the loss of the model's routers, which its configuration requests, is not trained."""
-    model_config: Any = module.model.config
-    losses = []
-    with preserve_rng_states(module.device), eval_mode(module.model), torch.no_grad():
-        for model_config.output_router_logits in (False, True):
-            losses.append(module.task_loss(batch))
-    if torch.equal(*losses):
-        raise UserError(
-            f"{config.model.label}: its configuration has output_router_logits=true, but with task={config.task.name} "
-            "its loss lacks the load-balancing loss of its routers; set the value to false"
-        )
-
-
 def _make_covariance_callback(
     config: Config, module: FineTuner, data_module: FineTuningData, progress: RunProgress, stop_signal: StopSignal
 ) -> ShrinkageCovariance | None:
@@ -201,10 +187,9 @@ def _check_num_processes(job: Job) -> None:
             "istar.finetune.runs.launch.launch(config, num_processes) start them"
         )
     min_size = min(len(rows) for rows in (*job.data.validation, *job.data.test))
-    if min_size < job.trainer.world_size:
-        raise UserError(
-            f"{job.trainer.world_size} processes are too many for an evaluation set of {min_size}; give fewer devices"
-        )
+    count = job.trainer.world_size
+    if min_size < count:
+        raise UserError(f"{count} processes are too many for an evaluation set of {min_size}; give fewer devices")
 
 
 def _check_batch_size(job: Job) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
-from istar.files.folders import list_visible
+from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
 from istar.finetune.runs import extras, precision
 from istar.records.config import Config, DataConfig, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
 from istar.records.config.schema import to_dict
@@ -234,11 +234,9 @@ def _make_model_key(model: ModelConfig) -> str:
 def identify_model(config: ModelConfig) -> str:
     """Return a string that identifies a model: hub id and commit, or the hash of the files of a local folder.
 
-    The base models of adapters in a folder are part of its identity.
-
-    The weights are ignored if they are not loaded (`pretrained=False`). A model with a new architecture is called
-    "new", because its config identifies it. If the tokenizer is not the model's own, its identity is appended.
-    `config` is the result of `resolve_model`.
+    The base models of adapters in a folder are part of its identity. The weights are ignored if they are not loaded
+    (`pretrained=False`). A model with a new architecture is called "new", because its config identifies it. If the
+    tokenizer is not the model's own, its identity is appended. `config` is the result of `resolve_model`.
     """
     if config.architecture is not None:
         identity = "new"
@@ -249,11 +247,9 @@ def identify_model(config: ModelConfig) -> str:
     if config.tokenizer is None:
         return identity
     # The fingerprint of the data covers the text that a tokenizer is trained on.
-    is_tokenizer_folder = not config.trains_tokenizer and Path(config.tokenizer).is_dir()
-    tokenizer_identity = config.tokenizer
-    if is_tokenizer_folder:
-        tokenizer_identity = _hash_model_folder(Path(config.tokenizer), include_weights=False)
-    return f"{identity} tokenizer {tokenizer_identity}"
+    if config.trains_tokenizer or not Path(config.tokenizer).is_dir():
+        return f"{identity} tokenizer {config.tokenizer}"
+    return f"{identity} tokenizer {_hash_model_folder(Path(config.tokenizer), include_weights=False)}"
 
 
 def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Path, ...] = ()) -> str:
@@ -264,18 +260,19 @@ def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Pa
     digest = hashlib.blake2b()
     for path in list_visible(folder):
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        is_included = path.suffix in (".json", ".txt", ".model") or is_weights
-        if path.is_file() and is_included and (include_weights or not is_weights):
+        is_included = include_weights if is_weights else path.suffix in (".json", ".txt", ".model")
+        if path.is_file() and is_included:
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())
-    if not (folder / "adapter_config.json").is_file():
+    path = folder / ADAPTER_CONFIG_FILE
+    if not path.is_file():
         return digest.hexdigest()
     from istar.inputs.adapters import read_base_config
 
     base = read_base_config(folder)
     if folder.resolve() in dependents:
-        raise UserError(f"{folder / 'adapter_config.json'}: its base model {base.name} leads back to {folder}")
+        raise UserError(f"{path}: its base model {base.name} leads back to {folder}")
     if Path(base.name).is_dir():
         base_identity = _hash_model_folder(Path(base.name), include_weights, (*dependents, folder.resolve()))
     else:

@@ -146,9 +146,7 @@ def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
             with atomic_folder(folder) as temporary_folder:
                 tokenizer.save_pretrained(temporary_folder)
         except OSError as error:
-            raise UserError(
-                f"the tokenizer cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
-            ) from error
+            raise UserError(f"the tokenizer cannot be cached: {shorten(error)}; set another data.cache_dir") from error
     # The process that trained the tokenizer loads it, too, so that all processes have the same object.
     return pretrained.load_tokenizer(replace(config.model, tokenizer=str(folder)))
 

@@ -67,9 +67,7 @@ def load_or_tokenize_corpus(documents: Dataset, tokenizer: PreTrainedTokenizerBa
             if open_corpus(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)  # it is damaged, or missing
     except OSError as error:
-        raise UserError(
-            f"the tokens cannot be cached: {shorten(error)}; name another folder with data.cache_dir"
-        ) from error
+        raise UserError(f"the tokens cannot be cached: {shorten(error)}; set another data.cache_dir") from error
     assert corpus is not None
     return corpus
 

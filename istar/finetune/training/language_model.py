@@ -45,23 +45,22 @@ class LanguageModelTuner(FineTuner):
     ) -> None:
         super().__init__(model, penalty, optim, evaluators, **options)
         self.is_causal = is_causal
+        self.adds_to_loss = adds_to_loss(model)
         # The points of a penalty may depend on the labels, which its hooks read from the call of the model.
-        self._model_takes_labels = penalty is not None and penalty.needs_token_labels
-        self._adds_to_loss = adds_to_loss(model)
-        can_restrict_head = not (is_causal or self._model_takes_labels or self._adds_to_loss)
-        self.restrict_head_to_labels = restrict_head_to_labels and can_restrict_head
+        self._model_takes_labels = self.adds_to_loss or (penalty is not None and penalty.needs_token_labels)
+        self.restrict_head_to_labels = restrict_head_to_labels and not is_causal and not self._model_takes_labels
 
     def task_loss(self, batch: Batch) -> Tensor:
         """Return the mean loss over the predicted tokens of a batch, scaled for DDP's mean over processes.
 
         What the model adds to it is not scaled, so that its gradient is the mean over micro-batches and processes.
         """
-        losses, _, _, outputs = self._predict(batch, takes_labels=self._adds_to_loss)
+        losses, _, _, outputs = self._predict(batch)
         num_tokens = torch.tensor(float(len(losses)), device=losses.device, dtype=torch.float64)
         # DDP averages the gradients over processes, so each process divides by the mean number of tokens.
         mean_num_tokens = sum_over_processes(num_tokens) / world_size()
         loss = losses.sum() / mean_num_tokens.clamp(min=1).to(losses.dtype)
-        if self._adds_to_loss and len(losses) > 0:
+        if self.adds_to_loss and len(losses) > 0:
             loss = loss + (outputs.loss - losses.mean())
         return loss
 
@@ -79,12 +78,12 @@ class LanguageModelTuner(FineTuner):
         states = self.sort_states(prediction.outputs.hidden_states)
         return {"hidden_states": states, "attention_mask": token_mask(batch)}
 
-    def _predict(self, batch: Batch, takes_labels: bool = False, **options: Any) -> "_Prediction":
+    def _predict(self, batch: Batch, **options: Any) -> "_Prediction":
         """Call the model on a batch with further arguments `options`, and compute the loss of each predicted token."""
         labels = _align_labels_with_logits(batch["labels"], self.is_causal)
         is_predicted = labels != IGNORED_LABEL
         inputs = inputs_with_labels(batch)
-        if not (takes_labels or self._model_takes_labels):
+        if not self._model_takes_labels:
             del inputs["labels"]
         is_head_restricted = self.restrict_head_to_labels and bool(is_predicted.any())
         with restrict_head_to(self.model, is_predicted) if is_head_restricted else nullcontext():

@@ -99,7 +99,10 @@ class FineTuner(L.LightningModule):
         metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
         step_metrics: metrics of the latest logged step, as in `metrics.csv`.
         total_steps: number of optimizer steps of the whole training.
+        adds_to_loss: whether the task loss includes what the model itself adds to the loss of its labels.
     """
+
+    adds_to_loss = False  # no model of transformers has a head for labels or spans that does
 
     def __init__(
         self,

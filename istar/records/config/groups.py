@@ -74,11 +74,9 @@ class TaskConfig:
             "shuffle_blocks",
         ):  # fmt: skip
             check_at_least(1, f"task.{name}", getattr(self, name))
-        if self.validation_fraction is not None and not 0 < self.validation_fraction <= 0.5:
-            raise UserError(
-                f"task.validation_fraction={self.validation_fraction:g} is no fraction of the training data; expected "
-                "more than 0 and at most 0.5, or null"
-            )
+        fraction = self.validation_fraction
+        if fraction is not None and not 0 < fraction <= 0.5:
+            raise UserError(f"task.validation_fraction={fraction:g}; expected more than 0 and at most 0.5, or null")
 
 
 @dataclass
@@ -174,8 +172,7 @@ class ModelConfig:
         if self.pretrained:
             if self.architecture is not None:
                 raise UserError(
-                    f"model.architecture={self.architecture} makes a new model, which has no pretrained weights; "
-                    "add model.pretrained=false"
+                    f"model.architecture={self.architecture} has no pretrained weights; add model.pretrained=false"
                 )
             if self.config:
                 raise UserError(
@@ -189,8 +186,7 @@ class ModelConfig:
                 )
         if self.architecture is not None and self.tokenizer is None:
             raise UserError(
-                f"model.architecture={self.architecture} has no tokenizer; add model.tokenizer=train, or a folder or "
-                "hub id"
+                f"model.architecture={self.architecture} has no tokenizer; add model.tokenizer=train, a folder or id"
             )
 
     def _check_adapters(self) -> None:
@@ -418,9 +414,7 @@ class TrainerConfig:
                 f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
             )
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
-            raise UserError(
-                f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for no clipping"
-            )
+            raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")
         minutes = self.checkpoint_every_n_minutes
         if minutes is not None and not 0 < minutes < math.inf:
             raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
@@ -442,9 +436,8 @@ class TrainerConfig:
         """Check further arguments of Lightning about the end of the training, which needs a validation."""
         max_time = self.lightning.get("max_time")
         if max_time is not None and not isinstance(max_time, str | dict):
-            raise UserError(
-                f"trainer.max_time={max_time} is not a duration; expected days:hours:minutes:seconds, e.g. 00:12:00:00"
-            )
+            expected = "days:hours:minutes:seconds, e.g. 00:12:00:00"
+            raise UserError(f"trainer.max_time={max_time} is not a duration; expected {expected}")
         if max_time is not None and self.check_val_every_n_epoch not in (None, 1):
             raise UserError(
                 f"trainer.max_time={max_time} may end the training in an epoch without a validation; leave out "
@@ -463,9 +456,7 @@ class TrainerConfig:
         if value is None:
             setattr(self, name, 1.0)
         elif not (value > 0 if type(value) is int else isinstance(value, float) and 0 < value <= 1):
-            raise UserError(
-                f"trainer.{name}={value}: expected a number of batches above 0, or a fraction of all in (0, 1]"
-            )
+            raise UserError(f"trainer.{name}={value}; expected a number of batches above 0, or a fraction in (0, 1]")
 
 
 LIGHTNING_LOGGERS = {
@@ -608,9 +599,7 @@ class SweepConfig:
         check_one_of("sweep.sampler", self.sampler, ("tpe", "random"))
         check_one_of("sweep.pruner", self.pruner, ("none", "median", "asha"))
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
-            raise UserError(
-                f"sweep.name={self.name!r} is not a folder name; expected letters, digits, '.', '_' and '-'"
-            )
+            raise UserError(f"sweep.name={self.name!r} is not a folder name; expected letters, digits, '.', '_', '-'")
         grids = {} if self.grids is None else self.grids
         if not isinstance(grids, dict) or not all(isinstance(grid, dict) for grid in grids.values()):
             raise UserError(f"sweep.grids={grids} does not map names to grids, e.g. {{base: {{reg: none}}}}")
