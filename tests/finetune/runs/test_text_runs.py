@@ -41,7 +41,7 @@ def make_overrides(task: str, decoder: Path) -> tuple[str, ...]:
     return (f"task={task}", *TEXT, *model, "optim.lr=3e-3")
 
 
-@pytest.mark.parametrize(("task", "epochs"), [("clm", 1), ("mlm", 3)])
+@pytest.mark.parametrize(("task", "epochs"), [("clm", 1), ("mlm", 5)])
 @pytest.mark.slow
 def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path, task: str, epochs: int) -> None:
     record = run(
