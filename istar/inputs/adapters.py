@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA) by peft: added to a pretrained model, saved, and merged into the weights."""
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from istar.errors import UserError, shorten
-from istar.files.folders import ADAPTER_CONFIG_FILE
+from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
 from istar.files.parsing import read_json
 from istar.records.config import ModelConfig
 from istar.records.config.groups import ALL_LINEAR
@@ -93,11 +94,11 @@ def read_base_config(folder: Path) -> ModelConfig:
     path = folder / ADAPTER_CONFIG_FILE
     settings = read_json(path)
     base_name = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
-    if not base_name:
+    if not isinstance(base_name, str) or not base_name:
         raise UserError(f"{path} names no base model; expected base_model_name_or_path, as peft writes it")
     for key in ("target_modules", "exclude_modules"):
         # A malicious pattern could take peft forever.
-        if isinstance(settings.get(key), str) and settings[key] != ALL_LINEAR:
+        if isinstance(settings.get(key), str) and not re.fullmatch(rf"{ALL_LINEAR}|[\w.]+", settings[key]):
             raise UserError(f"{path}: {key} is a regular expression; expected a list of names of modules")
     return ModelConfig(name=base_name, revision=settings.get("revision"))
 
@@ -117,19 +118,26 @@ def merge_adapters(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     Raises a `UserError` if the adapters do not fit the base model, or cannot be merged, like prefix tuning.
     """
     peft = _import_peft(f"{folder} holds adapters, which")
+    if not list_visible(folder, "adapter_model.*"):
+        raise UserError(f"{folder} has an {ADAPTER_CONFIG_FILE}, but no weights in adapter_model.safetensors")
     with _suppress_peft_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted_model = peft.PeftModel.from_pretrained(model, str(folder))
-        # Only this method tells which weights are left out.
-        unused_weights = adapted_model.load_adapter(str(folder), "default").unexpected_keys
+        # Only this method tells which weights are left out. A head that belongs to another class is expected.
+        left_out = adapted_model.load_adapter(str(folder), "default").unexpected_keys
+        unused_weights = [name for name in left_out if getattr(adapted_model.base_model, "prefix", "") in name]
         merge: Callable[[], PreTrainedModel] | None = getattr(adapted_model, "merge_and_unload", None)
+    method = adapted_model.active_peft_config.peft_type.value
+    refusal = f"{folder} holds adapters by {method}, which cannot be merged; expected LoRA or the like"
     if merge is None:
-        method = adapted_model.active_peft_config.peft_type.value
-        raise UserError(f"{folder} holds adapters by {method}, which cannot be merged; expected LoRA or the like")
+        raise UserError(refusal)
     if unused_weights:
         count, example = len(unused_weights), unused_weights[0]
         raise UserError(f"{folder}: {count} of its weights have no place by {ADAPTER_CONFIG_FILE}, e.g. {example}")
-    return merge()
+    try:
+        return merge()
+    except NotImplementedError as error:
+        raise UserError(refusal) from error
 
 
 def _import_peft(feature: str) -> Any:

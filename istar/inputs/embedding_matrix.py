@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,11 +48,13 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
     if weight is None:
         raise UserError(f"{config.name} is a {type(model).__name__}, which has no {side} embeddings; choose another")
     tied = model_files.get_embedding_weight(model, "input") is model_files.get_embedding_weight(model, "output")
-    # A tied matrix has two names; a file may contain either.
+    # A tied matrix has several names; a file may contain any of them.
     names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
+    layer: Any = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
+    names.sort(key=lambda name: model.get_submodule(name.rpartition(".")[0]) is not layer)
     layer_name = names[0].rpartition(".")[0]
     stored_names = [] if adapters.has_adapters(config.name) else _list_stored_names(names, model.base_model_prefix)
-    stored_tensor = _read_tensor(config, stored_names, model.get_submodule(layer_name))
+    stored_tensor = _read_tensor(config, stored_names, layer)
     if stored_tensor is None:
         loaded_model = model_files.load_weights(
             config, type(model), lambda loaded: loaded.get_submodule(layer_name), dtype=torch.float32
@@ -64,6 +66,10 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
             f"{path}: {tensor_name} has the shape {tuple(values.shape)}; expected {tuple(weight.shape)}, as in "
             "config.json; the two files are not of one model"
         )
+    if tied:
+        # If a file has several matrices that differ, transformers does not tie them, whatever the configuration says.
+        others = [_read_tensor(config, _list_stored_names([name], model.base_model_prefix), layer) for name in names]
+        tied = all(other is None or torch.equal(other[0], values) for other in others)
     return Matrix(values.float(), side, tensor_name, path.name, tied)
 
 
@@ -72,7 +78,13 @@ def read_untied_output(config: ModelConfig) -> Matrix | None:
     model = model_files.build_meta_model(config)
     weight = model_files.get_embedding_weight(model, "output")
     is_tied = weight is not None and weight is model_files.get_embedding_weight(model, "input")
-    return None if weight is None or is_tied else read_matrix(config, "output")
+    is_in_file = not adapters.has_adapters(config.name) and any(
+        model_files.find_file(config, name) for name in (WEIGHTS, INDEX)
+    )
+    if weight is None or (is_tied and not is_in_file):
+        return None
+    matrix = read_matrix(config, "output")
+    return None if matrix.tied else matrix
 
 
 def _list_stored_names(names: list[str], base_prefix: str) -> list[str]:
@@ -88,9 +100,10 @@ def _read_tensor(config: ModelConfig, names: list[str], layer: nn.Module) -> tup
     Returns the matrix, its name and its file, or None if there is no such file, name or ending. Raises a `UserError`
     if the file has further weights for the layer, such as the scale of a quantized matrix.
     """
-    index_path = model_files.find_file(config, INDEX)
-    path = index_path or model_files.find_file(config, WEIGHTS)
-    if path is None:
+    # Like transformers, prefer a single file to the shards of an index.
+    path = model_files.find_file(config, WEIGHTS)
+    index_path = None if path is not None else model_files.find_file(config, INDEX)
+    if path is None and index_path is None:
         return None
     try:
         if index_path is None:

@@ -19,12 +19,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from istar.errors import UserError, shorten
+from istar.files.folders import ADAPTER_CONFIG_FILE
 from istar.files.parsing import read_json
 from istar.hidden_states.model_layers import find_base_model
 from istar.inputs.adapters import find_base, has_adapters, merge_adapters, read_base_config
 from istar.inputs.architectures import check_num_layers, get_checkpoint_class, reset_outputs
 from istar.inputs.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
 from istar.records.config import ModelConfig
+
+_FORMER_BUFFERS = ("attn.bias", "attention.bias", "masked_bias", "inv_freq", "position_ids", ".version")
+"""Ends of the names of buffers in checkpoints, such as causal masks, that classes compute today."""
 
 log = logging.getLogger(__name__)
 
@@ -143,13 +147,19 @@ def load_weights(
 
 
 def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
+    adapters_folder = Path(config.name)
+    base_config = read_base_config(adapters_folder)
     adapted_config = load_checkpoint_config(config)
     adapted_class = get_checkpoint_class(adapted_config)
+    settings: Any = read_json(adapters_folder / ADAPTER_CONFIG_FILE)
+    # peft alone writes no config.json, which would name the class of the model that was adapted.
+    if settings.get("task_type") == "FEATURE_EXTRACTION" and not (adapters_folder / "config.json").is_file():
+        adapted_class = AutoModel
     if adapted_class is None:
         raise UserError(f"{config.label}: its config.json names no architecture of transformers")
-    base_model = load_weights(read_base_config(Path(config.name)), adapted_class, config=adapted_config, dtype=dtype)
+    base_model = load_weights(base_config, adapted_class, config=adapted_config, dtype=dtype)
     with convert_to_user_errors(config), silence_transformers():
-        merge_adapters(base_model, Path(config.name)).save_pretrained(folder)
+        merge_adapters(base_model, adapters_folder).save_pretrained(folder)
 
 
 def make_hub_options(config: ModelConfig) -> dict[str, Any]:
@@ -201,7 +211,8 @@ def _check_loaded_weights(
             "%s has no head for language modelling: %s and all else of the head is random", label, new_head_weights[0]
         )
     has_new_head = checkpoint_class not in (type(model), type(part))
-    _check_unused_weights(label, model, part, loading_info["unexpected_keys"], has_new_head)
+    uses_head = checkpoint_class is type(model) and part is find_body(model)
+    _check_unused_weights(label, model, model if uses_head else part, loading_info["unexpected_keys"], has_new_head)
 
 
 def _check_unused_weights(
@@ -221,7 +232,8 @@ def _check_unused_weights(
         layer_name = max(names - {model.base_model_prefix}, key=len, default="")
         layer = module_by_name[layer_name] if layer_name else find_body(model)
         is_of_head = has_new_head and not layer_name and not key.startswith(prefix)
-        if layer not in part_modules or is_of_head or "pooler" in key or "lm_head" in key:
+        is_expected = is_of_head or (has_new_head and "lm_head" in key) or "pooler" in key
+        if layer not in part_modules or is_expected or key.endswith(_FORMER_BUFFERS):
             continue
         if layer_name and next(layer.parameters(recurse=False), None) is not None:
             refuse_further_weight(label, key, layer_name)

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from istar.errors import UserError
 from istar.hidden_states import attach
@@ -201,20 +210,55 @@ def test_adapters_of_a_stranger_run_no_code(tmp_path: Path, monkeypatch: pytest.
     assert not ran.exists()
 
 
-# peft, of transformers' newer spelling.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-def test_adapters_that_cannot_be_merged_name_their_method(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "gpt2")
-    model = GPT2LMHeadModel.from_pretrained(base)
-    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    peft.get_peft_model(model, prefix).save_pretrained(tmp_path / "saved")
-    with pytest.raises(UserError, match=f"^{tmp_path / 'saved'} holds adapters by PREFIX_TUNING.* expected LoRA"):
+IGNORED = "ignore:`is_gradient_checkpointing` is deprecated"  # peft, of transformers' newer spelling
+
+
+@pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.parametrize("config", [
+    peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+])  # fmt: skip
+def test_adapters_that_cannot_be_merged_name_their_method(tmp_path: Path, config: Any) -> None:
+    model = GPT2LMHeadModel.from_pretrained(save_base(tmp_path / "base", "gpt2"))
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "saved")
+    method = config.peft_type.value
+    with pytest.raises(UserError, match=f"^{tmp_path / 'saved'} holds adapters by {method}.* expected LoRA"):
         load(ModelConfig(str(tmp_path / "saved")), CLM)
 
 
+def test_adapters_without_weights_say_so(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "gpt2")
+    (tmp_path / "saved").mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": base}
+    (tmp_path / "saved" / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="no weights in adapter_model"):
+        load(ModelConfig(str(tmp_path / "saved")), CLM)
+
+
+@pytest.mark.filterwarnings(IGNORED)
+@pytest.mark.parametrize(
+    ("task_type", "adapted"), [("SEQ_CLS", BertForSequenceClassification), ("FEATURE_EXTRACTION", BertModel)]
+)
+def test_adapters_of_other_heads_that_peft_saved_alone_are_measured(
+    tmp_path: Path, task_type: str, adapted: Any
+) -> None:
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = adapted.from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(task_type=task_type, target_modules=["query"], init_lora_weights=False)
+    adapted_model = peft.get_peft_model(model, lora)
+    adapted_model.save_pretrained(tmp_path / "saved")
+    config = ModelConfig(str(tmp_path / "saved"))
+    loaded: Any = pretrained.load_encoder(config, pretrained.load_tokenizer(config), torch.float32)
+    merged = adapted_model.merge_and_unload()
+    expected = getattr(merged, "bert", merged).encoder.layer[1].attention.self.query.weight
+    torch.testing.assert_close(loaded.encoder.layer[1].attention.self.query.weight, expected)
+
+
 @pytest.mark.parametrize("kind", ["deeper base", "DoRA"])
-# peft, of transformers' newer spelling.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings(IGNORED)
 def test_adapters_with_weights_that_the_model_lacks_are_refused(tmp_path: Path, kind: str) -> None:
     base = save_base(tmp_path / "base", "gpt2")
     model = GPT2LMHeadModel.from_pretrained(base)

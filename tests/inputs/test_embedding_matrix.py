@@ -182,6 +182,40 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no output embeddings"):
         read_matrix(config, "output")
     assert read_untied_output(config) is None
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(UserError, match="not an index"):
         read_matrix(config)
+
+
+def test_matrices_that_differ_are_not_tied_whatever_the_config_says(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    output = torch.randn_like(weights[INPUT["bert"]])
+    save_file({**weights, "cls.predictions.decoder.weight": output}, folder / "model.safetensors")
+    config = ModelConfig(name=str(folder))
+    assert torch.equal(read_matrix(config, "output").values, output)
+    assert torch.equal(read_matrix(config, "input").values, weights[INPUT["bert"]])
+    untied = read_untied_output(config)
+    assert untied is not None
+    assert torch.equal(untied.values, output)
+    save_file(
+        {**weights, "cls.predictions.decoder.weight": weights[INPUT["bert"]].clone()}, folder / "model.safetensors"
+    )
+    assert read_matrix(config, "output").tied
+    assert read_untied_output(config) is None
+
+
+def test_a_single_file_is_preferred_to_shards_as_in_transformers(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "neox", max_shard_size="12KB")
+    model: Any = build("neox")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    index = (folder / "model.safetensors.index.json").read_text()
+    shards = {path.name: path.read_bytes() for path in folder.glob("model-*.safetensors")}
+    model.save_pretrained(folder)
+    (folder / "model.safetensors.index.json").write_text(index)
+    for name, content in shards.items():
+        (folder / name).write_bytes(content)
+    loaded: Any = hf.AutoModel.from_pretrained(folder)
+    assert torch.equal(read_matrix(ModelConfig(name=str(folder))).values, loaded.get_input_embeddings().weight)

@@ -85,6 +85,7 @@ BERT_LAYER, LLAMA_LAYER = "bert.encoder.layer.0.output.dense", "model.layers.1.m
         (build_llama, f"{LLAMA_LAYER}.bias", measure),
         (build_llama, f"{LLAMA_LAYER}.weight.absmax", measure),
         (build_llama, "model.norm.bias", measure),
+        (build_llama, "lm_head.bias", lambda folder: train(folder, "clm")),
         (build_llama, "model.embed_tokens.weight_scale_inv", measure),
         (build_llama, "model.embed_tokens.weight_scale_inv", embed),
         (build_llama, "model.embed_tokens.weight.absmax", embed),
@@ -147,6 +148,8 @@ def test_weights_of_a_replaced_head_and_of_buffers_are_expected(
     )
     measure(folder)
     train(folder)
+    masks = {f"model.layers.0.self_attn.{name}": torch.ones(3) for name in ("attn.bias", "masked_bias")}
+    measure(save(tmp_path / "masks", build_llama(), {**masks, "lm_head.weight_scale": torch.ones(3)}))
     llava = hf.LlavaForConditionalGeneration(
         hf.LlavaConfig(text_config=hf.LlamaConfig(**SHAPE), vision_config=hf.CLIPVisionConfig(**VISION))
     )
