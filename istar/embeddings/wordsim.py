@@ -68,16 +68,20 @@ class _Format(NamedTuple):
     pattern: str  # pattern of a line; its groups are the two words, the rating and any individual ratings
     example_line: str  # a line, for error messages
     name_by_count: Mapping[int, str]  # the paper's benchmarks in this format, by number of pairs
+    rating_column: int = 2
 
 
 _WORDS = r"([^\t]+)\t([^\t]+)\t"
 _NUMBER = r"\d{1,3}(?:\.\d*)?"
 """Pattern of a rating. No scale reaches 1000, and years are not ratings."""
+_RATING_NAME = re.compile(r"sim(?!assoc)|relat|score|rat|mean|human|gold|av|judg", re.IGNORECASE)
+"""Beginnings of the names of columns with ratings, in headers."""
 FORMATS = {
     "simlex": _Format(
         rf"{_WORDS}[ANV]\t({_NUMBER})(?:\t[^\t\d][^\t]*|(?:\t{_NUMBER}){{6}})?",
         "old TAB new TAB A TAB 1.58",
         {999: "simlex999"},
+        rating_column=3,
     ),
     "men": _Format(rf"([^\t ]+) ([^\t ]+) ({_NUMBER})", "sun-n sunlight-n 50.0", {3000: "men"}),
     "wordsim": _Format(
@@ -104,8 +108,10 @@ def read_benchmark(path: Path, label: str = "") -> Benchmark:
     records = numbered_lines(path)
     if find_suffix(path) == ".csv":
         records = ((number, "\t".join(fields)) for number, fields in iterate_csv(path))
-    no_pair = re.compile(r"\s*$|#|word[ _]?1(?!\d)", re.IGNORECASE)
-    lines = [(number, line.rstrip()) for number, line in records if not no_pair.match(line)]
+    is_header = re.compile(r"word[ _]?1(?!\d)", re.IGNORECASE).match
+    kept = [(number, line.rstrip()) for number, line in records if not re.match(r"\s*$|#", line)]
+    headers = [record for record in kept if is_header(record[1])]
+    lines = [record for record in kept if not is_header(record[1])]
     if not lines:
         raise UserError(f"{path}: the file is empty, or no lines follow the header; expected word pairs with ratings")
     formats = [name for name, line_format in FORMATS.items() if _parse_line(lines[0][1], line_format)] or list(FORMATS)
@@ -119,9 +125,22 @@ def read_benchmark(path: Path, label: str = "") -> Benchmark:
                 f"expected two words and a rating below 1000, as in {examples}; a header begins with word1"
             )
         pairs.append(pair)
+    for line_number, header in headers:
+        _check_header(f"{path}, line {line_number}", header, FORMATS[formats[0]].rating_column)
     if formats[0] == "men":
         pairs = _strip_word_classes(pairs)
     return Benchmark(_name_pairs(path, label, len(pairs), FORMATS[formats[0]]), tuple(pairs))
+
+
+def _check_header(location: str, header: str, rating_column: int) -> None:
+    """Raise a `UserError` if a header, separated by tabs or else spaces, has another name in the rating's column."""
+    columns = header.split("\t" if "\t" in header else None)
+    names = [re.sub(r"[\W_]", "", column) for column in columns[rating_column : rating_column + 1]]
+    if not all(map(_RATING_NAME.match, names)):
+        raise UserError(
+            f"{location}: the rating is read from column {rating_column + 1}, {columns[rating_column]!r}; expected a "
+            "name such as score, rating, mean, similarity or SimLex999, or no header"
+        )
 
 
 def _name_pairs(path: Path, label: str, num_pairs: int, line_format: _Format) -> str:

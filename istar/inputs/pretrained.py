@@ -206,7 +206,8 @@ def load_model(
             model = auto_class.from_config(model_config, trust_remote_code=False, **options).eval()
     if not config.is_tiny:
         texts = ["a"] * len(spec.text_columns)
-        _check_outputs(config.label, model, tokenizer, make_one_token_tokenizer(tokenizer)(*texts, return_tensors="pt"))
+        trial_tokenizer = make_one_token_tokenizer(tokenizer, get_embedding_weight(model, "input"))
+        _check_outputs(config.label, model, tokenizer, trial_tokenizer(*texts, return_tensors="pt"))
     if config.gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
         enable_checkpointing = (
@@ -246,7 +247,9 @@ def load_encoder(
     if model.config.is_encoder_decoder:
         log.warning("%s is an encoder-decoder (%s); only its encoder is read", config.label, model.config.model_type)
         model = model.get_encoder()
-    inputs = make_one_token_tokenizer(tokenizer)("a", return_tensors="pt", return_token_type_ids=False).to(device)
+    embeddings = get_embedding_weight(model, "input")
+    trial_tokenizer = make_one_token_tokenizer(tokenizer, embeddings)
+    inputs = trial_tokenizer("a", return_tensors="pt", return_token_type_ids=False).to(device)
     _check_outputs(config.label, model, tokenizer, inputs)
     return model.eval()
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from istar.errors import UserError, shorten
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 T = TypeVar("T")
@@ -108,11 +109,19 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
     return encoding.ids[:position], encoding.ids[position + 1 :]
 
 
-def make_one_token_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
-    """Return a tokenizer with the same special tokens, for which any text is one ordinary token of a fast tokenizer."""
+def make_one_token_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", embeddings: "Tensor | None" = None
+) -> "PreTrainedTokenizerBase":
+    """Return a tokenizer with the same special tokens, for which any text is one ordinary token of a fast tokenizer.
+
+    If rows of the model's `embeddings` `(n, d)` are not finite, the token is one with a finite row, if there is any.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    token_id = min(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    token_ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    rows: Any = embeddings if embeddings is not None and not embeddings.is_meta else []
+    known_ids = (index for index in token_ids if index < len(rows))
+    token_id = next((index for index in known_ids if rows[index].isfinite().all()), token_ids[0])
     backend = Tokenizer(WordLevel({"a": token_id}, unk_token="a"))
     backend.post_processor = tokenizer.backend_tokenizer.post_processor
     return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=tokenizer.model_input_names)

@@ -61,14 +61,17 @@ def _measure_spectrum(
         # The inner products of n rows with a removed direction are 0, so Z is n times exp(0).
         form_log_z[:, :removed], values[:removed] = math.log(len(matrix)), 0
         norms = norms_by_form[form].compute()
+        # Rows that are equal up to rounding are no cloud that could be isotropic.
+        epsilon = torch.finfo(torch.promote_types(matrix.dtype, torch.float32)).eps
+        is_constant = norms.average <= 16 * epsilon * spectrum.origin.norm().item()
         measures_by_form[form] = {
             "rows": matrix.shape[0],
             "dimensions": matrix.shape[1],
-            "partition_isotropy_as_computed": _ratio_of_extremes(form_log_z[0]),
-            "partition_isotropy_both": _ratio_of_extremes(form_log_z),
+            "partition_isotropy_as_computed": math.nan if is_constant else _ratio_of_extremes(form_log_z[0]),
+            "partition_isotropy_both": math.nan if is_constant else _ratio_of_extremes(form_log_z),
             "average_norm": norms.average,
             "mean_vector_norm": norms.mean_vector,
-            "norm_ratio": norms.ratio,
+            "norm_ratio": math.nan if is_constant else norms.ratio,
             "singular_values": round_digits(values.sort(descending=True).values.tolist()),
         }
     return measures_by_form

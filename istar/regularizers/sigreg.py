@@ -60,6 +60,10 @@ class SigReg(Penalty):
         check_at_least(1, "directions", self.directions)
         self.register_buffer("draws", torch.tensor(0, device="cpu"))
 
+    def reset(self, keep_shrinkage_covariance: bool = False) -> None:
+        super().reset(keep_shrinkage_covariance)
+        self.draws.zero_()
+
     def summarize_points(self, points: Tensor, indices: Tensor | None) -> Tensor:
         """Return sums over the points as a flat tensor: of cosines, of sines, and the number of points.
 

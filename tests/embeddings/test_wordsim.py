@@ -83,6 +83,21 @@ def test_csv_files_have_the_same_columns(tmp_path, text):
     assert benchmark == Benchmark("MTURK-771.csv", expected)
 
 
+@pytest.mark.parametrize(
+    ("header", "line"),
+    [
+        ("word1\tword2\tPOS\tAssoc(USF)", "a\tb\tN\t7.25"),
+        ("word1\tword2\tPOS\tSD(SimLex)", "a\tb\tN\t7.25"),
+        ("word1\tword2\tid", "a\tb\t7"),
+        ("word1\tword2\tn\tscore", "a\tb\t10\t10"),
+        ("word1 word2 frequency", "a b 7"),
+    ],
+)
+def test_a_header_that_names_another_column_than_the_rating_is_refused(tmp_path, header, line):
+    with pytest.raises(UserError, match=r"line 1: the rating is read from column [34]"):
+        read_benchmark(write_file(tmp_path, f"{header}\n{line}\n"))
+
+
 def test_natural_forms_keep_a_suffix_like_a_word_class(tmp_path):
     benchmark = read_benchmark(write_file(tmp_path, "sun sunlight 50\nx-n off-n 1\n"))
     assert benchmark.words() == ("sun", "sunlight", "x-n", "off-n")

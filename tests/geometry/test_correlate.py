@@ -347,7 +347,7 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
         (GOOD, "", [], "scores.csv has no rows"),
         (GOOD, "revision,MR\nq1,3\n", [], "no checkpoint in common: "),
         (GOOD, "step;MR\n1000;0,5\n2000;0.6\n", [], "scores.csv, line 2: MR is '0,5'; expected a number or nothing"),
-        (GOOD, "step;MR\n1.000;0,5\n", [], "scores.csv, line 2: MR is '0,5'; expected a number or nothing"),
+        (GOOD, "step;MR\n1.000;51\n", [], "scores.csv, line 2: step is 1.000; expected a whole number"),
         (GOOD, "step;MR\n1,000;0,5\n", [], "scores.csv, line 2: step is '1,000'; expected a number"),
         (GOOD, "step\tMR\n1000\t45,123\n", [], "scores.csv, line 2: MR is '45,123'; expected a number or nothing"),
         (GOOD, "step\n1000,5\n", [], "the row has 2 cells"),

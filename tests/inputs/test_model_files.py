@@ -273,3 +273,19 @@ def test_a_model_that_needs_images_says_so(tmp_path: Path) -> None:
     config = hf.SiglipConfig(text_config={**SHAPE, "projection_size": 16}, vision_config=VISION)
     with pytest.raises(UserError, match="cannot process text alone: a SiglipModel reads pixel_values; choose"):
         measure(save(tmp_path / "model", hf.SiglipModel(config)))
+
+
+def test_the_trial_takes_a_token_with_finite_embeddings(tmp_path: Path) -> None:
+    """The rows of unused tokens, such as `[unused0]`, may be NaN."""
+    model = build_bert("Model")
+    tokenizer = tiny.make_tokenizer()
+    first_ordinary_id = min(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[first_ordinary_id] = torch.nan
+    folder = save(tmp_path / "model", model)
+    measure(folder)
+    train(folder)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight.fill_(torch.nan)
+    with pytest.raises(UserError, match="some are NaN"):
+        measure(save(tmp_path / "nan", model))

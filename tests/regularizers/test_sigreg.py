@@ -80,3 +80,12 @@ def test_directions_are_unit_vectors():
     assert_close(random_directions(6, 9, 0, 0).square().sum(0), torch.ones(9).double(), **CLOSE)
     with pytest.raises(UserError, match="directions=0"):
         SigReg(1.0, directions=0)
+
+
+def test_a_reset_penalty_draws_the_same_directions_again() -> None:
+    points = torch.randn(5, 4, 8, generator=torch.Generator().manual_seed(0))
+    penalty = SigReg(1.0, directions=4)
+    losses = [penalty([points, points]).item() for _ in range(2)]
+    assert losses[0] != losses[1]
+    penalty.reset()
+    assert [penalty([points, points]).item() for _ in range(2)] == losses

@@ -277,9 +277,9 @@ def _find_wandb_hint(message: str, folder: Path) -> str:
         is_tags = setting[1] == "run_tags"
         return f"; correct {'logger.tags' if is_tags else f'the environment variable WANDB_{setting[1].upper()}'}"
     key_hint = "; correct WANDB_API_KEY or call `wandb login`; logger.mode=offline needs no key"
-    id_hint = "correct WANDB_RUN_ID" if _get_sweep_agent_run_id() else f"remove {folder / 'wandb' / 'run-id'}"
+    id_hint = "correct WANDB_RUN_ID" if "WANDB_RUN_ID" in os.environ else f"remove {folder / 'wandb' / 'run-id'}"
     hints = {
-        r"^Invalid project name": "; correct logger.project",
+        r"^Invalid project name": f"; correct {'WANDB_PROJECT' if 'WANDB_PROJECT' in os.environ else 'logger.project'}",
         r"^Run ID": f"; {id_hint}",
         r"error 401|not logged in": f", so it refuses the API key{key_hint}",
         r"API key": key_hint,

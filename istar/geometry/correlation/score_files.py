@@ -20,6 +20,8 @@ from istar.records.identity import shorten_model_name
 
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]
 """Columns that identify a checkpoint, in all tables of this package."""
+_ADAPTER_ARGUMENTS = ("peft", "lora_local_path", "delta", "steer_path")
+"""Arguments of lm-evaluation-harness that name what changes a model."""
 _MODEL_FILE = "model_meta.json"
 """Name of the file where MTEB names the model of the result files in the same folder."""
 _MISSING_REVISIONS = ("None", "no_revision_available", "external")
@@ -113,7 +115,7 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
         pairs = (part.partition("=") for part in model_args.split(","))
         model_args = {key.strip(): value.strip(" '\"") for key, _, value in pairs if value.strip() != "None"}
     model_args = model_args if isinstance(model_args, dict) else {}
-    adapter = next((str(model_args[key]) for key in ("peft", "lora_local_path", "delta") if model_args.get(key)), "")
+    adapter = next((str(model_args[key]) for key in _ADAPTER_ARGUMENTS if model_args.get(key)), "")
     names = (model_args.get("pretrained") or content.get("model_name"), model_args.get("subfolder"))
     model = adapter or "/".join(str(name) for name in names if name)
     is_folder = adapter and (model_args.get("lora_local_path") or not is_hub_id(adapter))
@@ -207,10 +209,16 @@ def _complete_checkpoint_columns(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(**{name: "" for name in CHECKPOINT_COLUMNS if name not in table})
     table["model"] = [shorten_model_name(name) for name in table["model"]]
     table["step"] = [
-        _parse_cell(step, f"{location}: step") if step else step_from_name(revision)
+        _parse_step(step, location) if step else step_from_name(revision)
         for location, step, revision in zip(table.index, table["step"], table["revision"], strict=True)
     ]
     return table.astype({"step": float})
+
+
+def _parse_step(text: str, location: str) -> float:
+    if re.fullmatch(r"\d{1,3}(\.\d{3})+", text):
+        raise UserError(f"{location}: step is {text}; expected a whole number, without separators of thousands")
+    return _parse_cell(text, f"{location}: step")
 
 
 def _parse_cell(text: str, location: str) -> float:

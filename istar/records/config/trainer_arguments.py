@@ -61,7 +61,7 @@ def check_argument_types(prefix: str, function: Any, arguments: Mapping[str, Any
         classes: tuple[Any, ...] = tuple(get_origin(alternative) or alternative for alternative in alternatives)
         classes += (int,) if float in classes else ()
         # Literals and names that only type checkers know are left to the function.
-        if all(isinstance(each, type) for each in classes) and not isinstance(value, classes):
+        if annotation is not Any and all(isinstance(each, type) for each in classes) and not isinstance(value, classes):
             expected = " or ".join(each.__name__ for each in classes if each is not type(None))
             raise UserError(f"{prefix}.{name}={value} is not of the expected type: {expected}")
 
