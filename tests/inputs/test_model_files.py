@@ -289,3 +289,10 @@ def test_the_trial_takes_a_token_with_finite_embeddings(tmp_path: Path) -> None:
         model.embeddings.word_embeddings.weight.fill_(torch.nan)
     with pytest.raises(UserError, match="some are NaN"):
         measure(save(tmp_path / "nan", model))
+
+
+def test_the_folder_of_a_model_is_no_label_of_a_new_one(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", build_llama())
+    with pytest.raises(UserError, match=r"model\.name=\S+ would only be a label.* add model=auto"):
+        ModelConfig(name=str(folder), pretrained=False, architecture="llama", tokenizer="train")
+    ModelConfig(name="mine", pretrained=False, architecture="llama", tokenizer="train")

@@ -6,14 +6,17 @@ these classes into Hydra's schema of keys and types.
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from istar.errors import UserError, check_at_least, check_one_of, check_range, did_you_mean, shorten
+from istar.files.folders import is_model_folder
 from istar.records.config.trainer_arguments import check_trainer_arguments
 from istar.records.identity import TINY
 
@@ -184,6 +187,11 @@ class ModelConfig:
                     "model.tokenizer=train: pretrained weights belong to the tokenizer of their model; "
                     "model.pretrained=false makes a new model"
                 )
+        if self.architecture is not None and os.path.isdir(self.name) and is_model_folder(Path(self.name)):  # noqa: PTH112
+            raise UserError(
+                f"model.name={self.name} would only be a label, because model.architecture={self.architecture} makes a "
+                "new model; add model=auto to train the model in this folder"
+            )
         if self.architecture is not None and self.tokenizer is None:
             raise UserError(
                 f"model.architecture={self.architecture} has no tokenizer; add model.tokenizer=train, a folder or id"
