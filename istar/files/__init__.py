@@ -1,1 +1,1 @@
-"""Files: atomic writing, folders of results, and the one reader of JSON and YAML."""
+"""Files: atomic writing, folders of results, what a folder contains, and the one reader of JSON and YAML."""
