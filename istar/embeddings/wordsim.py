@@ -158,7 +158,8 @@ def _parse_line(line: str, line_format: _Format) -> Pair | None:
     match = re.fullmatch(line_format.pattern, line)
     if match is None:
         return None
-    rating, ratings = float(match[3]), [float(text) for text in match[match.re.groups].split()]
+    rating = float(match[3])
+    ratings = [float(text) for text in match[match.re.groups].split()]
     return Pair(match[1].strip(), match[2].strip(), rating) if min(ratings) <= rating <= max(ratings) else None
 
 

@@ -12,7 +12,7 @@ Arguments = Mapping[str, Any]  # of a call, by name
 
 
 def read_argument_names(module: nn.Module) -> list[str]:
-    """Return the names of a module's positional arguments, for wrappers of torch and PEFT those of their module."""
+    """Return the names of a module's positional arguments; wrappers of torch and PEFT take their module's arguments."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters
     names = [name for name, parameter in parameters.items() if parameter.kind in kinds]
@@ -38,7 +38,7 @@ def find_argument(calls: Sequence[Arguments], name: str) -> Any:
         if value is None or not _have_equal_ids(call.get("input_ids"), own_ids):
             continue
         if isinstance(value, Tensor) and isinstance(inputs, Tensor):
-            # Cached positions, as with prefix tuning, have no states. Heads for multiple choice flatten their inputs.
+            # A pass does not compute states of cached positions. Heads for multiple choice flatten their inputs.
             value = value[..., -inputs.shape[1] :] if has_cache else value
             flat_value = value.flatten(0, 1) if value.dim() == 3 else value
             if mask_fits(flat_value, (*inputs.shape[:2], 0)):

@@ -68,7 +68,9 @@ def read_matrix(config: ModelConfig, side: Side = "input") -> Matrix:
         )
     if tied:
         # If a file has several matrices that differ, transformers does not tie them, whatever the configuration says.
-        others = [_read_tensor(config, _list_stored_names([name], model.base_model_prefix), layer) for name in names]
+        others = [
+            _read_tensor(config, _list_stored_names([name], model.base_model_prefix), layer) for name in names[1:]
+        ]
         stored = [other[0] for other in others if other is not None and other[1] != tensor_name]
         tied = all(torch.equal(other.nan_to_num(), values.nan_to_num()) for other in stored)
     return Matrix(values.float(), side, tensor_name, path.name, tied)

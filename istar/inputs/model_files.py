@@ -233,11 +233,13 @@ def _check_unused_weights(
         layer = module_by_name[layer_name] if layer_name else find_body(model)
         is_of_head = has_new_head and not layer_name and not key.startswith(prefix)
         is_expected = is_of_head or (has_new_head and "lm_head" in key) or "pooler" in key
-        if layer not in part_modules or is_expected or key.endswith(_FORMER_BUFFERS):
+        if layer not in part_modules or is_expected:
             continue
-        if layer_name and next(layer.parameters(recurse=False), None) is not None:
+        has_weights = layer_name and next(layer.parameters(recurse=False), None) is not None
+        if has_weights:
             refuse_further_weight(label, key, layer_name)
-        unused.append(key)
+        if has_weights or not key.endswith(_FORMER_BUFFERS):
+            unused.append(key)
     if unused:
         log.warning("%s: %d of the checkpoint's weights are not used, e.g. %s", label, len(unused), unused[0])
 

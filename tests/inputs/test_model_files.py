@@ -85,6 +85,7 @@ BERT_LAYER, LLAMA_LAYER = "bert.encoder.layer.0.output.dense", "model.layers.1.m
         (build_llama, f"{LLAMA_LAYER}.bias", measure),
         (build_llama, f"{LLAMA_LAYER}.weight.absmax", measure),
         (build_llama, "model.norm.bias", measure),
+        (build_llama, "model.norm.masked_bias", measure),
         (build_llama, "lm_head.bias", lambda folder: train(folder, "clm")),
         (build_llama, "model.embed_tokens.weight_scale_inv", measure),
         (build_llama, "model.embed_tokens.weight_scale_inv", embed),

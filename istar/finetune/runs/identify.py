@@ -197,7 +197,8 @@ class RunFolders:
             UserError: if the run's data cannot be loaded, or `resolve_model` fails.
         """
         config = self.resolve(config)
-        data_key, model_key = _make_data_key(config.task), _make_model_key(config.model)
+        data_key = _make_data_key(config.task)
+        model_key = _make_model_key(config.model)
         if data_key not in self._examples_by_data:
             # Test sets are not part of a run's hash.
             task = replace(config.task, submission=False)

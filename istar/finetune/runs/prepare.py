@@ -128,7 +128,8 @@ def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
     Raises:
         UserError: see `istar.inputs.pretrained.load_tokenizer`.
     """
-    config, examples = identity.config, identity.examples
+    config = identity.config
+    examples = identity.examples
     if not config.model.trains_tokenizer:
         return pretrained.load_tokenizer(config.model)
     data_and_model = [repr(config.model), identity.model_identity, identity.data_fingerprint]

@@ -1,4 +1,4 @@
-"""The rank of this process among those of a run, and the launcher that has started them."""
+"""The rank of a process in its run, and the launcher that started the processes of the run."""
 
 import os
 from collections.abc import Mapping

@@ -306,7 +306,7 @@ class Stream:
             return None
 
     def _read_state(self, path: Path, num_blocks: int | None = None) -> dict[str, Any]:
-        """Read a state of this pass, after `num_blocks` if given; raise a `UserError` if the file has no such state."""
+        """Read a state of this pass, after `num_blocks` if given; raise a `UserError` if the file lacks it."""
         try:
             state = load_archive(path)
         except Exception as error:  # a missing, truncated or foreign file can raise any exception

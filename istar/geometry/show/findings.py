@@ -34,10 +34,14 @@ def find_flags(measured: Measurements) -> list[str]:
 
 
 def _describe_undefined(measured: Measurements) -> list[str]:
-    """Return why layers with a norm have no measures of their variance, and embedding matrices have no measures."""
+    """Explain in a line each which layers lack measures of variance, and which embedding matrices lack all measures."""
     norms, ratios = (_find_values(measured, name) for name in ("average_norm", "participation_ratio"))
     equal = [name_layer(layer) for layer, norm in norms.items() if norm >= 0 and math.isnan(ratios[layer])]
-    lines = [f"All hidden states of {join_names(equal)} are equal, and have no measures of variance."] if equal else []
+    lines = (
+        [f"All hidden states of {join_names(equal)} are equal, so that measures of variance are undefined."]
+        if equal
+        else []
+    )
     matrices = [side for side, forms in measured.matrices.items() if math.isnan(forms["raw"]["average_norm"])]
     return lines + [f"The {side} embeddings have values that are not finite, and so no measures." for side in matrices]
 
