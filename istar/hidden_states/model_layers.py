@@ -67,7 +67,7 @@ def find_layers(model: nn.Module) -> ModelLayers:
     config: Any = base_model.config
     num_layers = max(int(getattr(config.get_text_config(), "num_hidden_layers", 0)), len(modules))
     if 0 < len(modules) < num_layers:
-        # A module may compute several layers, as in ALBERT, or the config may count the layers of an encoder, as for BART.
+        # A module may compute several layers, as in ALBERT, or the config may count an encoder's layers, as for BART.
         num_layers = len(run_trial(base_model, model).states) - 1
     if modules or not _reads_text(base_model):
         ends_with_norm = len(modules) > 0 and getattr(config, "tie_last_hidden_states", None) is not False

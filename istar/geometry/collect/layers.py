@@ -60,7 +60,7 @@ class LayerSettings:
     # Whether to add the kurtosis of tokens and massive activations, which take more time than the other measures.
     measures: MeasureSet = "basic"
     num_groups: int = 0  # number of groups of documents for standard errors; 0 computes none
-    # Whether to keep the moments, d^2 numbers, of each group. Without them, `COVARIANCE_MEASURES_WITH_ERROR` lack
+    # Whether to keep the moments, d^2 numbers, of each group. Without them, `COVARIANCE_MEASURES_WITH_ERROR` lack a
     # standard error.
     scatter_by_group: bool = True
 
