@@ -25,9 +25,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from istar.finetune.runs.precision import EMULATION_RATIO, measure_bfloat16_ratio
+from istar.finetune.config.penalties import PENALTIES, PenaltyConfig
+from istar.finetune.execute.precision import EMULATION_RATIO, measure_bfloat16_ratio
 from istar.measures.numerics import keep_freed_memory
-from istar.records.config.penalties import PENALTIES, PenaltyConfig
 from istar.regularizers import IStar, Penalty, select_layers
 
 Result = TypeVar("Result")

@@ -4,8 +4,8 @@
     python -m benchmarks.finetune --task rte --data-dir data/glue_data --epochs 3 --seeds 6 --precision bf16
     python -m benchmarks.finetune --task sst5 --data-dir data/sst --limit-train 1024
 
-istar executes `istar.finetune.runs.run.run` without a penalty, but with validation, isotropy, checkpoints and a result.
-The peers are `Trainer` with the settings of the example script `run_glue`, which pads every text to 128 tokens, and
+istar executes `istar.finetune.execute.run.run` without a penalty, but with validation, isotropy, checkpoints and a
+result. The peers are `Trainer` with the settings of the example script `run_glue`, which pads every text to 128 tokens, and
 `Trainer` with dynamic padding and batches of texts of similar length. Neither writes checkpoints. All use the optimizer
 of run_glue: fused AdamW without weight decay, a linear schedule, and clipping at norm 1. Each run has a new process.
 For each seed, all contenders train one after the other, in an order that rotates from seed to seed.
@@ -157,7 +157,7 @@ def default_model(task: str) -> str | None:
 def count_training_examples(options: argparse.Namespace) -> int:
     """Return the number of training examples of the task."""
     from istar.finetune.tasks.loading import load_splits
-    from istar.records.task_specs import TASKS
+    from istar.runs.tasks import TASKS
 
     return len(load_splits(TASKS[options.task], options.data_dir, ["train"])["train"])
 
@@ -195,8 +195,8 @@ def train_by_istar(settings: argparse.Namespace) -> float:
     """Train with a config, as train.py does, and return the validation metric after the last epoch."""
     from hydra import compose, initialize_config_dir
 
-    from istar.finetune.runs.run import run
-    from istar.records.config import schema
+    from istar.finetune.config import schema
+    from istar.finetune.execute.run import run
 
     overrides = [
         f"task={settings.task}", f"task.max_length={settings.max_length}", f"seed={settings.seed}", "reg=none",
@@ -222,11 +222,11 @@ def train_by_trainer(settings: argparse.Namespace) -> float:
     import torch
     import transformers
 
+    from istar.finetune.config import ModelConfig
     from istar.finetune.tasks import metrics
     from istar.finetune.tasks.loading import load_splits
-    from istar.inputs import pretrained
-    from istar.records.config import ModelConfig
-    from istar.records.task_specs import TASKS
+    from istar.models import pretrained
+    from istar.runs.tasks import TASKS
 
     spec = TASKS[settings.task]
     model_config = ModelConfig(settings.model or "tiny", pretrained=settings.model is not None)

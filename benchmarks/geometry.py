@@ -41,9 +41,9 @@ from benchmarks.common import (
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.measure import WEIGHT_DTYPES
 from istar.geometry.collect.stream import Stream
-from istar.inputs import tiny
-from istar.inputs.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
 from istar.measures.numerics import keep_freed_memory
+from istar.models import tiny
+from istar.texts.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
 
 PEER = "bare forward"
 

@@ -83,7 +83,7 @@ def train_and_measure(settings: argparse.Namespace) -> dict[str, float]:
     """Train a contender, and return its `rate` in tokens per second and the share of a step for making its `data`."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from istar.finetune.runs.run import run
+    from istar.finetune.execute.run import run
 
     step_ends: list[float] = []
     register_optimizer_step_post_hook(lambda *_: step_ends.append(time.perf_counter()))
@@ -108,7 +108,7 @@ def make_config(settings: argparse.Namespace) -> Any:
     """Return the config of a run of istar."""
     from hydra import compose, initialize_config_dir
 
-    from istar.records.config import schema
+    from istar.finetune.config import schema
 
     overrides = [
         f"task={settings.task}", f"task.max_length={settings.length}", "task.limit_validation=50",
@@ -127,9 +127,9 @@ def make_config(settings: argparse.Namespace) -> Any:
 
 def prepare_data(config: Any) -> tuple[Any, Any, Any]:
     """Return the rows of the training data, the model, and the function that makes a batch of rows for it."""
-    from istar.finetune.runs.identify import identify
-    from istar.finetune.runs.prepare import make_collator, prepare
-    from istar.inputs import pretrained
+    from istar.finetune.execute.identify import identify
+    from istar.finetune.execute.prepare import make_collator, prepare
+    from istar.models import pretrained
 
     prepared = prepare(identify(config))
     spec, config, tokenizer = prepared.identity.spec, prepared.identity.config, prepared.tokenizer

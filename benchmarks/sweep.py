@@ -34,11 +34,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.common import comparison_table, paired_ratio, positive_int, run_in_rotation
-from istar.finetune.runs.forking import ForkedProcess
-from istar.finetune.runs.identify import RunFolders
-from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, spawn
-from istar.records import results
-from istar.records.config import Config, schema
+from istar.finetune.config import Config, schema
+from istar.finetune.execute.forking import ForkedProcess
+from istar.finetune.execute.identify import RunFolders
+from istar.finetune.execute.launch import RunProcesses, Spawn, blocked_signals, spawn
+from istar.runs.record import GEOMETRY, read_result, write_result
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROUNDS = {"cost": 6, "skip": 2, "throughput": 2}
@@ -48,7 +48,7 @@ SMALL = ("trainer.max_epochs=1", "task.limit_train=320", "reg.num_points=2000", 
 LOGGERS = {"metrics.csv": (), "W&B offline": ("logger=wandb", "logger.mode=offline")}
 EMPTY_FUNCTION = f"""
 import hydra
-from istar.records.config import schema
+from istar.finetune.config import schema
 
 schema.register()
 
@@ -171,12 +171,12 @@ def write_finished_runs(count: int, folder: Path) -> None:
     run_command("train.py", "seed=1", *SMALL, f"run.root={folder / 'template'}")
     [path] = (folder / "template").glob("demo-*/result.json")
     template = path.parent
-    record, config, folders = results.read_result(template), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
+    record, config, folders = read_result(template), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
     for seed in track(range(1, count + 1), "writing finished runs", transient=True):
         seeded = replace(config, seed=seed)
         run_folder = folders.find(seeded)
-        results.write_result(replace(record, name=run_folder.name, config=schema.to_dict(seeded)), run_folder)
-        shutil.copy(template / results.GEOMETRY, run_folder)
+        write_result(replace(record, name=run_folder.name, config=schema.to_dict(seeded)), run_folder)
+        shutil.copy(template / GEOMETRY, run_folder)
         (run_folder / "model").mkdir()
 
 

@@ -1,6 +1,6 @@
 """MkDocs hooks: pages that are generated at build time, and mathematics as MathML.
 
-- `reference/config.md` comes from the dataclasses in `istar.records.config`, `reference/commands.md` from the
+- `reference/config.md` comes from the dataclasses in `istar.finetune.config`, `reference/commands.md` from the
   commands' own `--help`, and the table of `reference/istar.md` from `istar.__all__`. None of them can be out of date.
 - Each notebook in `tutorials/` becomes a page with its stored outputs; nothing is executed.
 - The scripts in `examples/` follow the text of their README on one page.
@@ -101,7 +101,7 @@ def _mathml(match: re.Match[str]) -> str:
 
 def config_page() -> str:
     """Every key of every group, with type, default and meaning."""
-    from istar.records.config import groups, penalties
+    from istar.finetune.config import groups, penalties
 
     documented = {**field_docstrings(Path(groups.__file__)), **field_docstrings(Path(penalties.__file__))}
     config_fields = [field for kind in penalties.PENALTIES.values() for field in dataclasses.fields(kind)]
@@ -111,7 +111,7 @@ def config_page() -> str:
     parts = [
         "# Configuration keys",
         "Any key is set on the command line as `group.key=value`. The defaults below are those of the dataclasses in "
-        "`istar/records/config/`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints "
+        "`istar/finetune/config/`; the files of a group in `conf/` may replace them. `istar train --cfg job` prints "
         "the values that a command line results in. The options of each group (`task=rte`, `reg=istar`) are listed by "
         "[`istar train --help`](commands.md#istar-train).",
     ]

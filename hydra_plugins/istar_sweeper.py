@@ -61,7 +61,7 @@ class IstarSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         from istar.drawing.terminal import make_console
         from istar.errors import UserError, mask_secrets
-        from istar.finetune.runs import ranks
+        from istar.finetune.execute import ranks
         from istar.finetune.sweeps.sweep import run_sweep
 
         ranks.fix_slurm_detection()
@@ -80,8 +80,8 @@ class IstarSweeper(Sweeper):
         Raises:
             UserError: if a key of `sweep` is unknown or has a value that is not allowed.
         """
+        from istar.finetune.config import schema
         from istar.finetune.sweeps.planned_runs import SweepRequest
-        from istar.records.config import schema
 
         return SweepRequest(
             settings=schema.load_sweep(self.config),
@@ -158,7 +158,7 @@ class IstarSweeper(Sweeper):
         Raises a `UserError` if the launcher fails as a whole.
         """
         from istar.errors import UserError, shorten
-        from istar.finetune.runs.launch import make_import_variables
+        from istar.finetune.execute.launch import make_import_variables
 
         assert self.launcher is not None
         # The jobs inherit the environment, even from sbatch.
@@ -235,7 +235,7 @@ def _merge(config: DictConfig, override: Override) -> None:
 def _check_launcher(config: DictConfig) -> None:
     """Raise a `UserError` if a launcher is not installed, or it has a Ray that would wait for ever or for minutes."""
     from istar.errors import UserError, shorten
-    from istar.finetune.runs import extras
+    from istar.finetune.execute import extras
     from istar.finetune.sweeps.pool import list_visible_gpus
 
     name = config.hydra.runtime.choices["hydra/launcher"]

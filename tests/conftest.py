@@ -29,12 +29,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from istar.records.config import Config, schema
+from istar.finetune.config import Config, schema
 from tests.permissions import obey_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FORKING_FILES = (
-    "tests/finetune/runs/test_launch.py",
+    "tests/finetune/execute/test_launch.py",
     "tests/finetune/sweeps/test_sweep.py",
     "tests/integrations/test_transformers.py",
     "tests/finetune/training/test_processes.py",
@@ -43,23 +43,23 @@ FORKING_FILES = (
     "tests/measures/test_accumulator.py",
     "tests/regularizers/test_processes.py",
     "tests/finetune/training/test_language_model_processes.py",
-    "tests/finetune/runs/test_forking.py",
-    "tests/finetune/runs/test_streamed_runs.py",
+    "tests/finetune/execute/test_forking.py",
+    "tests/finetune/execute/test_streamed_runs.py",
     "tests/measures/test_numerics.py",
 )
 """Files whose tests start processes by a server of forks. One worker of xdist executes them all, with one server."""
 SLOWEST_FILES = (
     *FORKING_FILES,
-    "tests/finetune/runs/test_run_training.py",
+    "tests/finetune/execute/test_run_training.py",
     "tests/integrations/test_sentence_transformers.py",
     "tests/reports/test_report.py",
-    "tests/records/test_groups.py",
+    "tests/finetune/config/test_groups.py",
     "tests/finetune/training/test_resume.py",
-    "tests/finetune/runs/test_run_results.py",
+    "tests/finetune/execute/test_run_results.py",
     "tests/integrations/test_lightning.py",
     "tests/cli/test_train.py",
-    "tests/inputs/test_pretrained.py",
-    "tests/finetune/runs/test_wandb.py",
+    "tests/models/test_pretrained.py",
+    "tests/finetune/execute/test_wandb.py",
     "tests/finetune/sweeps/test_planned_runs.py",
     "tests/geometry/test_stream.py",
     "tests/test_imports.py",
@@ -231,9 +231,10 @@ def composed() -> Callable[..., Config]:
 def small(composed: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
     """Return a function like `composed` whose config trains within a second and writes below `tmp_path`.
 
-    The picture of a run, which takes a third of its time, is blank; tests/finetune/runs/test_run_summary.py draws it.
+    The picture of a run, which takes a third of its time, is blank;
+    tests/finetune/execute/test_run_summary.py draws it.
     """
-    monkeypatch.setattr("istar.finetune.runs.record.render", lambda plot, formats: dict.fromkeys(formats, b""))
+    monkeypatch.setattr("istar.finetune.execute.recording.render", lambda plot, formats: dict.fromkeys(formats, b""))
 
     def build(*overrides: str) -> Config:
         config = composed(*SMALL, *overrides)

@@ -1,10 +1,10 @@
-"""Complete records of finished runs, which `istar.records.results.read_result` accepts."""
+"""Complete records of finished runs, which `istar.runs.record.read_result` accepts."""
 
 from typing import Any
 
-from istar.records.config import Config
-from istar.records.config.schema import to_dict
-from istar.records.results import RunRecord
+from istar.finetune.config import Config
+from istar.finetune.config.schema import to_dict
+from istar.runs.record import RunRecord
 
 
 def make_finished_record(name: str, config: Config, value: float = 0.5, **changes: Any) -> RunRecord:

@@ -26,8 +26,8 @@ from torch.multiprocessing import start_processes
 
 import istar
 from istar.cli.main import train_main
-from istar.finetune.runs import launch, ranks
-from istar.finetune.runs.forking import is_supported
+from istar.finetune.execute import launch, ranks
+from istar.finetune.execute.forking import is_supported
 from istar.finetune.sweeps import pool
 
 REPOSITORY = Path(__file__).resolve().parents[1]

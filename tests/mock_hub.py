@@ -23,7 +23,8 @@ import yaml
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import BertModel
 
-from istar.inputs import demo, tiny
+from istar.models import tiny
+from istar.texts import demo
 
 ADDRESS = re.compile(
     r"/(?:api/)?(?P<kind>models/|datasets/|)(?P<name>[^/]+/[^/]+?)"

@@ -3,13 +3,13 @@
 import gc
 from importlib import import_module
 
-from istar.finetune.runs.extras import fast_imports
+from istar.finetune.execute.extras import fast_imports
 
 with fast_imports():
-    for name in ("finetune.runs.preloaded", "cli.train", "integrations.transformers"):
+    for name in ("finetune.execute.preloaded", "cli.train", "integrations.transformers"):
         import_module(f"istar.{name}")
     import_module("tests.forks")
-    from istar.inputs import demo
+    from istar.texts import demo
 
     for split in ("train", "validation"):
         demo.generate("demo", split)

@@ -15,7 +15,8 @@ import torch
 import transformers as hf
 
 from istar.cli.main import _make_parser, main
-from istar.inputs import demo, tiny
+from istar.models import tiny
+from istar.texts import demo
 from tests.embeddings.test_embed import TOKENIZER, build
 from tests.geometry.test_score_files import make_harness_results, write_file
 from tests.jobs import starting

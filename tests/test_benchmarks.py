@@ -12,10 +12,10 @@ import torch
 from scipy.stats import binom
 
 from benchmarks import common, finetune, geometry, step, sweep, waiting
-from istar.finetune.runs.finished_runs import read_finished_run
-from istar.finetune.runs.identify import RunFolders
-from istar.records import results
+from istar.finetune.execute.finished_runs import read_finished_run
+from istar.finetune.execute.identify import RunFolders
 from istar.reports.run_frame import read_runs
+from istar.runs.record import GEOMETRY, write_result
 from tests.finished_runs import make_finished_record
 
 # ---- rotation and paired ratios
@@ -186,8 +186,8 @@ def test_throughput_executes_the_same_runs_by_the_sweep_and_by_the_loop_in_rotat
 
 def test_finished_runs_are_finished_for_a_sweep(commands: list[tuple[str, ...]], tmp_path: Path) -> None:
     template = tmp_path / "template" / "demo-template"
-    results.write_result(make_finished_record("demo-template", sweep.compose_config()), template)
-    (template / results.GEOMETRY).write_text("[]")
+    write_result(make_finished_record("demo-template", sweep.compose_config()), template)
+    (template / GEOMETRY).write_text("[]")
     sweep.write_finished_runs(2, tmp_path)
     for seed in (1, 2):
         config = sweep.compose_config(f"run.root={tmp_path / 'runs'}", f"seed={seed}")

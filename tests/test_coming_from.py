@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from istar.records.config import Config
+from istar.finetune.config import Config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming_from.md"
 OURS = [row.split(" | ")[-1] for row in PAGE.read_text().splitlines() if row.startswith("| ")][2:]

@@ -20,7 +20,7 @@ import yaml
 
 import istar
 from istar import measures, regularizers
-from istar.records.config import Config, schema
+from istar.finetune.config import Config, schema
 from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]

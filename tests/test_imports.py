@@ -113,16 +113,16 @@ def test_libraries_of_the_light_parts() -> None:
 
 FORBIDDEN_LIBRARIES = {
     "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",
-    "istar.statistics.tasks": "torch lightning transformers datasets hydra matplotlib pandas",
-    "istar.records.results": "torch lightning transformers datasets hydra matplotlib",
+    "istar.statistics.over_tasks": "torch lightning transformers datasets hydra matplotlib pandas",
+    "istar.runs.record": "torch lightning transformers datasets hydra matplotlib",
     "istar.reports.run_frame": "torch lightning transformers datasets hydra",
-    "istar.records.config.groups": "torch lightning transformers datasets hydra matplotlib",
+    "istar.finetune.config.groups": "torch lightning transformers datasets hydra matplotlib",
     "istar.geometry.show.compare_page": "torch lightning transformers datasets hydra sklearn",
-    "istar.records.config.schema": "lightning transformers datasets evaluate",
-    "istar.finetune.runs.identify": "lightning transformers hydra_plugins optuna matplotlib",
-    "istar.finetune.runs.run": "lightning transformers datasets matplotlib",
-    "istar.finetune.runs.precision": "lightning transformers datasets matplotlib",
-    "istar.finetune.runs.execute": "peft optuna wandb",
+    "istar.finetune.config.schema": "lightning transformers datasets evaluate",
+    "istar.finetune.execute.identify": "lightning transformers hydra_plugins optuna matplotlib",
+    "istar.finetune.execute.run": "lightning transformers datasets matplotlib",
+    "istar.finetune.execute.precision": "lightning transformers datasets matplotlib",
+    "istar.finetune.execute.execute": "peft optuna wandb",
 }
 """By module: the libraries that its import must not import. One process imports the modules without torch in order, and
 another one those with torch, so that none may come after one that may import what it may not. Of modules that need

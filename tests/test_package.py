@@ -18,8 +18,8 @@ import yaml
 
 from istar import __version__
 from istar.cli.main import main
-from istar.finetune.runs import extras
-from istar.records import results
+from istar.finetune.execute import extras
+from istar.runs.record import read_result
 from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -165,7 +165,7 @@ def test_the_repository_holds_no_symbolic_links() -> None:
 
 
 def test_it_has_the_configs_and_the_sweeper_of_the_package(unpacked: Path, tmp_path: Path) -> None:
-    code = "from hydra_plugins import istar_sweeper; from istar.records.options import config_folder"
+    code = "from hydra_plugins import istar_sweeper; from istar.finetune.config.options import config_folder"
     code = f"{code}; print(config_folder())"
     completed = run_python("-c", f"{code}; print(istar_sweeper.__file__)", cwd=tmp_path, path=unpacked)
     assert completed.stdout.split() == [
@@ -186,7 +186,7 @@ def test_it_trains_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
     assert "[1/1] demo · tiny · " in completed.stdout
     assert "1 smoke run is not counted" in completed.stdout
     [folder] = (tmp_path / "runs" / "smoke").glob("demo-*")
-    assert results.read_result(folder).status == "finished"
+    assert read_result(folder).status == "finished"
     sweep_state = next((tmp_path / "runs" / "smoke" / "sweeps").glob("*/sweep.json")).read_text()
     assert '"istar train -m debug=smoke seed=1 trainer.accelerator=cpu"' in sweep_state
 

@@ -17,12 +17,12 @@ import yaml
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.files.parsing import MAX_DEPTH, parse_json, read_json, read_yaml
-from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.sweeps import live_table, sweep
-from istar.inputs.saved_checkpoints import find_checkpoints
-from istar.records.results import CONFIG, PROGRESS, RESULT, RunRecord
+from istar.models.saved_checkpoints import find_checkpoints
 from istar.reports import report
 from istar.reports.run_frame import read_runs
+from istar.runs.record import CONFIG, PROGRESS, RESULT, RunRecord
 from tests.reports.synthetic import BASE, istar, record, save
 
 pytestmark = [

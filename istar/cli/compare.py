@@ -13,8 +13,8 @@ from istar.errors import UserError, shorten
 if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity
     from istar.geometry.show.compare import MeasuredModel
-    from istar.inputs.corpus import Source
-    from istar.inputs.saved_checkpoints import ModelArgument
+    from istar.models.saved_checkpoints import ModelArgument
+    from istar.texts.corpus import Source
 
 
 def add_parser(commands: Any) -> None:
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
     from istar.drawing import page_folder
     from istar.geometry.show import compare, compare_page, model_tables, terminal_tables
-    from istar.inputs import saved_checkpoints
+    from istar.models import saved_checkpoints
 
     if options.cka_documents in (1, 2, 3):
         raise UserError(f"--cka-documents {options.cka_documents} is too small; expected 4 or more, or 0 for no CKA")
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
 def _parse_texts(texts: Sequence[str]) -> list["Source"]:
     if not texts:
         return []  # without torch, which takes seconds to import
-    from istar.inputs import corpus
+    from istar.texts import corpus
 
     return corpus.parse_sources(texts)
 
@@ -106,7 +106,7 @@ def _measure_models(
     """Return the measures of all models; unmeasured models are measured into the folder `models` in `--out`."""
     from istar.geometry.collect import measures_file
     from istar.geometry.show import compare
-    from istar.inputs import saved_checkpoints
+    from istar.models import saved_checkpoints
 
     file_name, folder = measures_file.JSON_FILE, options.out / "models"
     new_models = {model: folder / model.default_label for model in model_arguments if not compare.is_measured(model)}
@@ -134,8 +134,8 @@ def _compute_similarities(
     """Return the CKA between the layers of each pair of models over documents of the texts; [] without texts."""
     if not sources or not options.cka_documents:
         return []
+    from istar.finetune.config import ModelConfig
     from istar.geometry.collect import similarity
-    from istar.records.config import ModelConfig
 
     documents = similarity.read_first_documents(sources, options.cka_documents, options.shuffle_buffer, options.seed)
     labels_and_configs = []

@@ -40,8 +40,9 @@ def run(options: argparse.Namespace) -> None:
     from istar.drawing import page_folder, page_tables
     from istar.embeddings import embed_models, embed_page, token_frequencies
     from istar.files.outputs import Output
-    from istar.inputs import corpus, embedding_matrix, pretrained, saved_checkpoints
     from istar.measures import numerics
+    from istar.models import embedding_matrix, pretrained, saved_checkpoints
+    from istar.texts import corpus
 
     for form in options.forms:
         check_one_of("--forms", form, _FORMS)

@@ -17,7 +17,7 @@ from istar import __version__
 from istar.cli import compare, correlate, embed, measure, power, push, report, results, watch
 from istar.drawing.terminal import run_with_robust_output
 from istar.errors import SHOW_TRACE, UserError, check_one_of, did_you_mean, explain_system_error, mask_secrets
-from istar.finetune.runs import extras
+from istar.finetune.execute import extras
 
 _SUBCOMMANDS = {
     module.__name__.rpartition(".")[2]: module
@@ -109,7 +109,7 @@ def _run_train(arguments: Sequence[str], command: str) -> None:
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(_format_train_help(command))
         return
-    from istar.records.config.groups import check_keys
+    from istar.finetune.config.groups import check_keys
 
     # Under torchrun or srun, only rank 0 prints an error.
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
@@ -125,7 +125,7 @@ def _format_train_help(command: str) -> str:
     """Fill in the template of conf/config.yaml."""
     import yaml
 
-    from istar.records.options import config_folder, list_options
+    from istar.finetune.config.options import config_folder, list_options
 
     width = min(shutil.get_terminal_size().columns, 100)
     groups = [

@@ -14,8 +14,8 @@ from istar.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from istar.geometry.collect.corpus_statistics import MeasureSettings
     from istar.geometry.collect.measures_file import Measurements
-    from istar.inputs.corpus import Source
-    from istar.inputs.saved_checkpoints import ModelArgument
+    from istar.models.saved_checkpoints import ModelArgument
+    from istar.texts.corpus import Source
 
 
 def add_parser(commands: Any) -> None:
@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> None:
     if options.device_map and (options.revisions or options.checkpoints is not None):
         raise UserError("--device-map does not go with --revisions or --checkpoints; measure <model>@<revision> each")
     from istar.geometry.collect.stream import join_process_group
-    from istar.inputs import corpus, saved_checkpoints
+    from istar.models import saved_checkpoints
+    from istar.texts import corpus
 
     models = saved_checkpoints.parse_models(options.models)
     sources = corpus.parse_sources(options.text)
@@ -118,7 +119,7 @@ def _print_models(
     """Measure each model; on rank 0, print the tables of their layers."""
     from istar.geometry.collect import measures_file
     from istar.geometry.show import terminal_tables
-    from istar.inputs import saved_checkpoints
+    from istar.models import saved_checkpoints
 
     if not models:
         raise UserError("model is missing; expected a hub id, a folder or a run, or --checkpoints")
@@ -146,7 +147,7 @@ def _print_trajectory(
     """Measure several checkpoints of a training, print their table and write their page."""
     from istar.geometry.collect import measures_file, trajectory, trajectory_file
     from istar.geometry.show import compare_page, terminal_tables
-    from istar.inputs import saved_checkpoints
+    from istar.models import saved_checkpoints
 
     if len(models) > 1 or any(model.revision for model in models) or (options.revisions and options.checkpoints):
         raise UserError(

@@ -17,8 +17,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Upload the model and print its address."""
     # Imported here so that `istar --help` does not wait for the libraries.
-    from istar.finetune.runs.model_card import push_to_hub
-    from istar.records.results import read_result
+    from istar.finetune.execute.model_card import push_to_hub
+    from istar.runs.record import read_result
 
     read_result(options.run)  # refuses what is not a finished run
     print(push_to_hub(options.run / "model", options.repository, private=not options.public))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.finetune.runs import extras
+from istar.finetune.execute import extras
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -21,11 +21,11 @@ from yaml import YAMLError
 
 from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, StoppedError, UserError, did_you_mean, explain_system_error
-from istar.finetune.runs import extras, launch, ranks
-from istar.finetune.runs.extras import fast_imports
+from istar.finetune.config import Config, schema
+from istar.finetune.config.options import config_folder
+from istar.finetune.execute import extras, launch, ranks
+from istar.finetune.execute.extras import fast_imports
 from istar.finetune.sweeps.trials import allow_options_without_key
-from istar.records.config import Config, schema
-from istar.records.options import config_folder
 
 SECONDS_FOR_RANK_ZERO = 10.0
 """How long other processes under torchrun or srun wait before they print an error and exit."""
@@ -158,7 +158,7 @@ def start_run(settings: Config, trial: str | None) -> object:
         return launch.launch(settings, num_processes, trial)
     # The libraries are imported only now, so that `--help` and config errors do not wait for them.
     with fast_imports():
-        from istar.finetune.runs.run import run
+        from istar.finetune.execute.run import run
 
     return run(settings, make_console(), trial)
 

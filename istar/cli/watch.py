@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Show the live table until the sweeps are over or, with `--once`, show it once."""
     from istar.finetune.sweeps.live_table import watch_sweeps
-    from istar.records.results import check_runs_folder
+    from istar.runs.record import check_runs_folder
 
     check_runs_folder(options.folder)
     watch_sweeps(options.folder, make_console(), options.sweep, options.once)

@@ -18,15 +18,15 @@ from istar.embeddings import token_frequencies, wordsim
 from istar.errors import UserError, shorten
 from istar.files.folders import split_label
 from istar.files.outputs import Output
-from istar.inputs import model_files, pretrained
-from istar.inputs.corpus import Source
-from istar.inputs.embedding_matrix import Matrix, Side, read_matrix
-from istar.inputs.saved_checkpoints import ModelArgument, check_distinct_labels
+from istar.finetune.config import ModelConfig
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.matrix_forms import measure_forms, measure_matrix, project_rows
 from istar.measures.numerics import row_norms, upcast_blocks
 from istar.measures.spectrum import decompose_rows
-from istar.records.config import ModelConfig
+from istar.models import model_files, pretrained
+from istar.models.embedding_matrix import Matrix, Side, read_matrix
+from istar.models.saved_checkpoints import ModelArgument, check_distinct_labels
+from istar.texts.corpus import Source
 
 MATRIX_FILES = ("embeddings.safetensors", "tokens.txt")
 MODEL_FOLDER = "model"

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import UserError
-from istar.inputs.corpus import Source
-from istar.inputs.tokenizing import tokenize_parts
 from istar.measures.numerics import unit_vectors, upcast_blocks
+from istar.texts.corpus import Source
+from istar.texts.tokenizing import tokenize_parts
 
 _WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
 BIN_SIZE = 1_000

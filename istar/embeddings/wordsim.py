@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError, shorten
-from istar.inputs.readers import find_suffix, iterate_csv, numbered_lines
-from istar.inputs.tokenizing import tokenize
 from istar.measures.numerics import unit_vectors
 from istar.statistics.arguments import is_constant
+from istar.texts.readers import find_suffix, iterate_csv, numbered_lines
+from istar.texts.tokenizing import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,6 +1,6 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
-A configuration is everything that identifies a run (see `istar.records.identity.identity_hash`) except the seed:
+A configuration is everything that identifies a run (see `istar.runs.identity.identity_hash`) except the seed:
 settings, data and model. The selection uses only the headline metric on the set that also chose the epoch: the
 validation set, or a held-out part of the training data.
 """
@@ -14,12 +14,12 @@ from typing import Any
 
 import pandas as pd
 
-from istar.records.identity import configuration_hash, find_method, identifies_run, name_method
-from istar.records.metric_names import scale_for_display
-from istar.records.results import RunRecord
-from istar.records.run_rows import selection_sort_key
 from istar.reports import paper
 from istar.reports.run_frame import Runs
+from istar.runs.identity import configuration_hash, find_method, identifies_run, name_method
+from istar.runs.names import scale_for_display
+from istar.runs.record import RunRecord
+from istar.runs.run_rows import selection_sort_key
 from istar.statistics.paired import MeanAndStd, mean_and_std
 
 VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
@@ -80,8 +80,8 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
     """Return a copy of the runs' data frame with additional columns for grouping and selecting runs.
 
     The additional columns are:
-        family: the method, see `istar.records.identity.find_method`.
-        method_name: the method without its settings, see `istar.records.identity.name_method`.
+        family: the method, see `istar.runs.identity.find_method`.
+        method_name: the method without its settings, see `istar.runs.identity.name_method`.
         settings_hash: equal for runs with the same model and the same settings except the seed.
         config_hash: like `settings_hash`, but also covers the data and the files of the model. A failed run may lack
             the data's fingerprint.
@@ -195,7 +195,7 @@ def are_all_collapsed(runs: pd.DataFrame) -> bool:
 
 
 def find_best_group(runs: pd.DataFrame, column: str) -> str:
-    """Return the value of `column` with the best runs, by `istar.records.run_rows.selection_sort_key`.
+    """Return the value of `column` with the best runs, by `istar.runs.run_rows.selection_sort_key`.
 
     Among equals, the alphabetically first run name decides.
     """

@@ -11,8 +11,6 @@ from typing import Any
 import pandas as pd
 
 from istar.drawing.plot import Line, Panel
-from istar.records.identity import BASE_LABEL
-from istar.records.metric_names import axis_label
 from istar.reports.configurations import (
     by_model_and_task,
     describe_hyperparameters,
@@ -21,6 +19,8 @@ from istar.reports.configurations import (
     is_finite,
     row_dicts,
 )
+from istar.runs.identity import BASE_LABEL
+from istar.runs.names import axis_label
 
 _SYMBOLS = {"lambda": "λ", "zeta": "ζ", "layers": "layer"}
 

@@ -6,7 +6,7 @@ from typing import Annotated, NotRequired, TypedDict
 
 from istar.errors import UserError
 from istar.files.parsing import MissingFileError, read_record
-from istar.records.results import GEOMETRY
+from istar.runs.record import GEOMETRY
 
 _Count = Annotated[int, 0]
 

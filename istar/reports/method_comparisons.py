@@ -12,8 +12,6 @@ import numpy as np
 import pandas as pd
 
 from istar.errors import UserError
-from istar.records.identity import BASE_LABEL
-from istar.records.metric_names import is_lower_better
 from istar.reports.configurations import (
     HELD_OUT,
     VALIDATION,
@@ -23,6 +21,8 @@ from istar.reports.configurations import (
     is_finite,
     row_dicts,
 )
+from istar.runs.identity import BASE_LABEL
+from istar.runs.names import is_lower_better
 from istar.statistics import ALPHA, POWER, paired, power
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison

@@ -16,10 +16,10 @@ from istar.drawing.page_tables import (
     numeric_entries,
 )
 from istar.drawing.plot import Panel, Plot
-from istar.records.metric_names import axis_label, count_decimals, format_difference, format_number
 from istar.reports.configurations import describe_hyperparameters, row_dicts
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.reports.paper_figures import MARKER_LEGEND, build_mean_point
+from istar.runs.names import axis_label, count_decimals, format_difference, format_number
 from istar.statistics import ALPHA, POWER, paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from istar.statistics.paired import mean_and_std

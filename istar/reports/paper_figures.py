@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
-from istar.records.results import RunRecord
 from istar.reports import paper
 from istar.reports.configurations import are_all_collapsed, find_best_group, has_fixed_zeta
 from istar.reports.figure_runs import (
@@ -23,6 +22,7 @@ from istar.reports.figure_runs import (
     split_by_task,
 )
 from istar.reports.geometry_file import Geometry, IsoScoreStar
+from istar.runs.record import RunRecord
 
 MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
 TRUE_SCORE = 0.86734

@@ -18,8 +18,6 @@ from istar.drawing.page_tables import (
     numeric_entries,
 )
 from istar.drawing.terminal import format_duration
-from istar.records.identity import shorten_model_name
-from istar.records.metric_names import count_decimals, format_number, merit
 from istar.reports import paper
 from istar.reports.configurations import (
     Cell,
@@ -30,6 +28,8 @@ from istar.reports.configurations import (
     is_finite,
     row_dicts,
 )
+from istar.runs.identity import shorten_model_name
+from istar.runs.names import count_decimals, format_number, merit
 from istar.statistics.paired import compute_p_value
 
 TableRow = Mapping[str, Any]

@@ -15,7 +15,6 @@ from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
-from istar.records.identity import BASE_LABEL
 from istar.reports import (
     configurations,
     geometry_file,
@@ -28,6 +27,7 @@ from istar.reports import (
     training_figures,
 )
 from istar.reports.run_frame import Runs, read_runs
+from istar.runs.identity import BASE_LABEL
 from istar.statistics import conclusions
 
 REPORT_KIND = PageKind("report", "istar report")

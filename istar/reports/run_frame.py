@@ -16,10 +16,10 @@ from rich.table import Table
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
-from istar.records.identity import Inputs, label_inputs
-from istar.records.metric_names import format_metric, format_number, merit
-from istar.records.results import CONFIG, RESULT, RunRecord, check_runs_folder, read_result, read_unfinished
-from istar.records.run_rows import (
+from istar.runs.identity import Inputs, label_inputs
+from istar.runs.names import format_metric, format_number, merit
+from istar.runs.record import CONFIG, RESULT, RunRecord, check_runs_folder, read_result, read_unfinished
+from istar.runs.run_rows import (
     RUN_COLUMNS,
     describe_smoke_runs,
     find_distinctive_settings,

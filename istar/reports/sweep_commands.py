@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from istar.records.identity import TINY
-from istar.records.results import RunRecord
 from istar.reports.configurations import by_model_and_task
 from istar.reports.method_comparisons import Method
+from istar.runs.identity import TINY
+from istar.runs.record import RunRecord
 
 _MODEL_OPTIONS = {
     "albert/albert-base-v2": "albert",

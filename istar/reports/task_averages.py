@@ -8,9 +8,9 @@ import pandas as pd
 
 from istar.drawing.page_tables import Entry, Sheet, group_rows_by_model, numeric_entries
 from istar.errors import UserError
-from istar.records.metric_names import format_difference, is_lower_better
 from istar.reports.method_comparisons import ComparedMethods, MethodComparison
-from istar.statistics.tasks import t_interval_over_tasks
+from istar.runs.names import format_difference, is_lower_better
+from istar.statistics.over_tasks import t_interval_over_tasks
 
 MIN_TASKS = 3
 """Minimum number of tasks for averages."""

@@ -11,11 +11,11 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
-from istar.records.metric_names import GEOMETRY_LABELS, axis_label, geometry_key, scale_for_display
-from istar.records.results import METRICS_FILE, RunRecord
 from istar.reports import paper
 from istar.reports.configurations import Cell, by_model_and_task
 from istar.reports.method_comparisons import select_runs_by_method
+from istar.runs.names import GEOMETRY_LABELS, axis_label, geometry_key, scale_for_display
+from istar.runs.record import METRICS_FILE, RunRecord
 
 _LOSS_COLUMN, _LOSS_LABEL = "train/task_loss", "training loss"
 _MAX_BINS = 50

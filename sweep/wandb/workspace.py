@@ -11,7 +11,7 @@ import sys
 import warnings
 from typing import Any
 
-from istar.records.metric_names import isotropy_key
+from istar.runs.names import isotropy_key
 
 try:
     with warnings.catch_warnings():

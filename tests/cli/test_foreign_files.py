@@ -9,10 +9,10 @@ import pytest
 
 from istar.cli.main import _make_parser, main
 from istar.errors import UserError
-from istar.finetune.runs import execute  # noqa: F401, before its modules see the blank figures of these tests
-from istar.finetune.runs.run import run
-from istar.inputs.saved_checkpoints import record_step
-from istar.records.config import Config
+from istar.finetune.config import Config
+from istar.finetune.execute import execute  # noqa: F401, before its modules see the blank figures of these tests
+from istar.finetune.execute.run import run
+from istar.models.saved_checkpoints import record_step
 from tests.embeddings.test_embed import save_model
 from tests.files.test_outputs import Tree, read_tree
 

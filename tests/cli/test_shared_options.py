@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from istar.cli.main import _make_parser, main
 from istar.errors import UserError
-from istar.inputs import corpus
-from istar.inputs.saved_checkpoints import parse_models
 from istar.measures.catalogue import MEASURES
+from istar.models.saved_checkpoints import parse_models
+from istar.texts import corpus
 from tests.embeddings.test_embed import save_model
 from tests.mock_hub import Repository, glue_files, serving, use
 

@@ -19,10 +19,10 @@ from istar.cli.main import main
 from istar.embeddings import embed_models
 from istar.errors import UserError, explain_system_error
 from istar.files import writing
+from istar.finetune.config import schema
 from istar.finetune.training.history import MetricsFile
-from istar.inputs import adapters
-from istar.inputs.architectures import get_checkpoint_class
-from istar.records.config import schema
+from istar.models import adapters
+from istar.models.architectures import get_checkpoint_class
 from tests.cli.test_foreign_files import ARGUMENTS, call, inputs, world
 from tests.embeddings.test_embed import save_model
 from tests.files.test_outputs import read_tree

@@ -18,9 +18,9 @@ from istar.cli.main import main, train_main
 from istar.cli.train import move_overrides_to_end
 from istar.drawing.terminal import make_console, run_with_robust_output
 from istar.errors import StoppedError, UserError
-from istar.records import results
-from istar.records.config.penalties import PENALTIES
-from istar.records.task_specs import TASKS
+from istar.finetune.config.penalties import PENALTIES
+from istar.runs.record import RESULT, read_result
+from istar.runs.tasks import TASKS
 from tests.finetune.sweeps.conftest import Call, call
 from tests.waiting import SECONDS
 
@@ -53,7 +53,7 @@ def assert_refused_in_one_line(code: int, stdout: str, stderr: str, folder: Path
     assert line.startswith("error: ")
     assert message in line
     assert stdout == ""
-    assert not list(folder.rglob(results.RESULT))
+    assert not list(folder.rglob(RESULT))
     assert not list(folder.glob("runs/demo*"))
 
 
@@ -178,7 +178,7 @@ def test_a_misspelt_key_is_refused_without_torch() -> None:
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS, check=True
     )
     exit_code, *modules = process.stdout.split()
-    assert (exit_code, "istar.records.config.groups" in modules) == ("2", True)
+    assert (exit_code, "istar.finetune.config.groups" in modules) == ("2", True)
     assert not {"torch", "hydra", "transformers", "lightning"}.intersection(modules)
     assert process.stderr.startswith("error: optim.lrate: there is no such key; did you mean optim.lr?; `python train")
 
@@ -229,7 +229,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert "IsoScore" in result.stdout
     [folder] = (tmp_path / "runs" / "smoke").glob("demo-*")
     assert f"runs/smoke/{folder.name}/" in result.stdout
-    assert results.read_result(folder).status == "finished"
+    assert read_result(folder).status == "finished"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
 
 
@@ -251,7 +251,7 @@ def test_the_methods_are_compared(tmp_path: Path) -> None:
         assert f"{name}.png" in comparison
     runs = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("demo-")]
     assert len(runs) == 4
-    assert {results.read_result(path).status for path in runs} == {"finished"}
+    assert {read_result(path).status for path in runs} == {"finished"}
     # The repeated command finds the finished runs.
     second_result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
     assert second_result.returncode == 0, second_result.stderr

@@ -17,11 +17,12 @@ from istar.cli.main import main
 from istar.embeddings import embed_models, token_frequencies
 from istar.embeddings.embed_models import process_matrix
 from istar.errors import UserError
-from istar.inputs import tiny, tokenizing
-from istar.inputs.corpus import Source
-from istar.inputs.embedding_matrix import read_matrix
-from istar.inputs.saved_checkpoints import ModelArgument
-from istar.records.config import ModelConfig
+from istar.finetune.config import ModelConfig
+from istar.models import tiny
+from istar.models.embedding_matrix import read_matrix
+from istar.models.saved_checkpoints import ModelArgument
+from istar.texts import tokenizing
+from istar.texts.corpus import Source
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 UNUSED = [f"[unused{number}]" for number in range(5)]

@@ -12,8 +12,8 @@ import pytest
 from istar.drawing.plot import Plot
 from istar.embeddings import embed_figures, embed_models, embed_page, embed_tables, token_frequencies
 from istar.embeddings.embed_models import ModelEmbeddings
-from istar.inputs import corpus
-from istar.inputs.saved_checkpoints import ModelArgument
+from istar.models.saved_checkpoints import ModelArgument
+from istar.texts import corpus
 from tests.embeddings.test_embed import (
     PAIRS,
     TOKENIZER,

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from istar.finetune.runs import record
+from istar.finetune.execute import recording
 
 
 @pytest.fixture(scope="session", autouse=True)
 def blank_isotropy_picture() -> Iterator[None]:
     """Leave the picture of each run blank, which would take a quarter of the time of a small run.
 
-    `tests/finetune/runs/test_run_summary.py` tests the picture.
+    `tests/finetune/execute/test_run_summary.py` tests the picture.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "render", lambda plot, formats: dict.fromkeys(formats, b"blank"))
+        patch.setattr(recording, "render", lambda plot, formats: dict.fromkeys(formats, b"blank"))
         yield

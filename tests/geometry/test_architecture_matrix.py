@@ -18,8 +18,8 @@ from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import Taps
 from istar.hidden_states.model_layers import ReturnedStates, find_layers
 from istar.hidden_states.reader import HiddenStateReader
-from istar.inputs.tokenizing import find_max_input_length
 from istar.measures.norms import norm_parameters
+from istar.texts.tokenizing import find_max_input_length
 from tests.architectures import MODELS
 
 VOCABULARY, WIDTH, LAYERS = 50, 16, 3

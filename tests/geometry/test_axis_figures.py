@@ -13,7 +13,7 @@ from istar.geometry.show import axis_figures, measured_training, model_figures
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_figures import LAYER_MEASURES
-from istar.inputs.saved_checkpoints import Checkpoint
+from istar.models.saved_checkpoints import Checkpoint
 from tests.geometry.synthetic import TAPS, WIDTH, make_measurements, make_model, make_value
 
 T_QUANTILE = scipy.stats.t.ppf(0.975, 9)

@@ -8,7 +8,7 @@ import pytest
 from istar.errors import UserError
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
-from istar.inputs.saved_checkpoints import parse_models
+from istar.models.saved_checkpoints import parse_models
 from tests.geometry.synthetic import make_measurements
 
 

@@ -13,16 +13,16 @@ from rich.console import Console
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.finetune.runs import extras
+from istar.finetune.config import ModelConfig
+from istar.finetune.execute import extras
 from istar.geometry.collect import measure, memory, similarity
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.hidden_states.offloading import find_input_device
-from istar.inputs.corpus import Source
-from istar.inputs.pretrained import load_encoder
-from istar.records.config import ModelConfig
+from istar.models.pretrained import load_encoder
+from istar.texts.corpus import Source
 from tests.geometry.test_stream import SENTENCES, TOKENIZER
 
 pytest.importorskip("accelerate")

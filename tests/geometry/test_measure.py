@@ -33,10 +33,10 @@ from istar.geometry.collect.measures_file import (
 )
 from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
-from istar.inputs.corpus import Source
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.matrix_forms import MAX_ROWS
 from istar.measures.spectrum import decompose_rows
+from istar.texts.corpus import Source
 from tests import oracles
 from tests.architectures import MODELS
 from tests.geometry.synthetic import write_measures

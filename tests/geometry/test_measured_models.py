@@ -15,9 +15,9 @@ from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measure import measure_model
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.similarity import compute_mean_states
-from istar.inputs import tiny
-from istar.inputs.corpus import Source
-from istar.inputs.new_tokenizer import train_tokenizer
+from istar.models import tiny
+from istar.texts.corpus import Source
+from istar.texts.new_tokenizer import train_tokenizer
 from tests.geometry.test_architecture_matrix import CASES, EXPERTS, SEQ2SEQ, SHAPE
 
 pytestmark = pytest.mark.usefixtures("blank_figures")

@@ -28,8 +28,9 @@ from istar.geometry.collect.similarity import Similarity
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show import axis_figures, compare_page, model_tables
 from istar.geometry.show.compare import MeasuredModel
-from istar.inputs import demo, tiny
-from istar.inputs.saved_checkpoints import Checkpoint
+from istar.models import tiny
+from istar.models.saved_checkpoints import Checkpoint
+from istar.texts import demo
 from tests.geometry.synthetic import TAPS, make_measurements, make_model, write_measures
 from tests.geometry.test_axis_figures import T_QUANTILE, make_training
 from tests.reports.test_report import balanced, contents, parsed

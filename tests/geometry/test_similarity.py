@@ -10,12 +10,13 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
+from istar.finetune.config import ModelConfig
 from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.similarity import compute_mean_states, compute_similarities, read_first_documents
-from istar.inputs import demo, tiny
-from istar.inputs.corpus import Source
 from istar.measures.alignment import cka, cka_with_error
-from istar.records.config import ModelConfig
+from istar.models import tiny
+from istar.texts import demo
+from istar.texts.corpus import Source
 from tests.geometry.synthetic import make_measurements, write_measures
 
 TOKENIZER = tiny.make_tokenizer(demo.vocabulary())

@@ -23,8 +23,9 @@ from istar.geometry.collect import corpus_statistics, layer_outputs, stream
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.stream import Stream
-from istar.inputs import corpus, demo, tiny
-from istar.inputs.corpus import Block, Source
+from istar.models import tiny
+from istar.texts import corpus, demo
+from istar.texts.corpus import Block, Source
 from tests import oracles
 
 SENTENCES = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]

@@ -18,8 +18,8 @@ from istar.geometry.collect import measure, measures_file, trajectory_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
-from istar.inputs import saved_checkpoints, tiny
-from istar.inputs.saved_checkpoints import Checkpoint
+from istar.models import saved_checkpoints, tiny
+from istar.models.saved_checkpoints import Checkpoint
 from tests.archives import compress_archive
 from tests.geometry.synthetic import make_measurements
 from tests.mock_hub import serving, set_offline, use

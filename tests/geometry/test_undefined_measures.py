@@ -23,7 +23,7 @@ from istar.geometry.collect.measures_file import read_measurement
 from istar.geometry.collect.stream import Stream
 from istar.geometry.show import compare_page
 from istar.geometry.show.compare import MeasuredModel
-from istar.inputs import saved_checkpoints
+from istar.models import saved_checkpoints
 from tests.geometry.test_stream import SENTENCES, TOKENIZER
 from tests.geometry.test_trajectory import read_rows
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from istar.records.config.penalties import PENALTIES
+from istar.finetune.config.penalties import PENALTIES
 from istar.regularizers import Penalty, base
 
 CLASSES = sorted({getattr(config, "penalty_class", None) for config in PENALTIES.values()} - {None}, key=repr)

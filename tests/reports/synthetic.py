@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from istar.records.results import RESULT, RunRecord
+from istar.runs.record import RESULT, RunRecord
 
 METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson", "clm": "perplexity"}
 LAYERS = 4
@@ -107,7 +107,7 @@ def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:
         (folder / "config.yaml").write_text(json.dumps(run.config))
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    # `istar.records.results.write_result` would wait for the disk.
+    # `istar.runs.record.write_result` would wait for the disk.
     (folder / RESULT).write_text(json.dumps(asdict(run), indent=2) + "\n")
     if geometry and run.status == "finished":
         (folder / "geometry.json").write_text(json.dumps(make_geometry(run)))

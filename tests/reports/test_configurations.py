@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from istar.drawing.terminal import format_duration
-from istar.records.results import RunRecord
 from istar.reports import configurations, paper, paper_tables
 from istar.reports.run_frame import read_runs
+from istar.runs.record import RunRecord
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 
 BERT = "google-bert/bert-base-cased"
@@ -118,7 +118,7 @@ def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -
 
 
 def test_what_makes_another_configuration(prepare: Prepare) -> None:
-    """`tests/records/test_identity.py` has all settings."""
+    """`tests/runs/test_identity.py` has all settings."""
     frame = prepare(
         record("rte", BERT, BASE, 1),
         record("rte", BERT, BASE, 2, task__data_dir="elsewhere", data__num_workers=4, run__save_model=False),

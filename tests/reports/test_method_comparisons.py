@@ -8,11 +8,11 @@ import pytest
 from scipy import stats
 
 from istar.errors import UserError
-from istar.records.results import read_result
 from istar.reports import configurations
 from istar.reports.method_comparisons import ComparedMethods, MethodComparison, compare_methods
 from istar.reports.paper_tables import build_table1_sheet
 from istar.reports.run_frame import read_runs
+from istar.runs.record import read_result
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from tests.reports.synthetic import BASE, cosreg, istar, record, save
 

@@ -22,7 +22,6 @@ from istar.drawing.page_tables import Entry, Sheet
 from istar.drawing.plot import Plot
 from istar.errors import UserError
 from istar.measures import isoscore_from_covariance
-from istar.records.results import RunRecord
 from istar.reports import (
     configurations,
     geometry_file,
@@ -35,6 +34,7 @@ from istar.reports import (
     training_figures,
 )
 from istar.reports.run_frame import read_runs
+from istar.runs.record import RunRecord
 from tests.reports.simulated_stability import BATCH_SIZES, SCORES, ZETAS, compute_stability_scores, make_variances
 from tests.reports.synthetic import (
     BASE,

@@ -16,9 +16,8 @@ from rich.console import Console
 import istar
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.records.config import Config
-from istar.records.config.schema import to_dict
-from istar.records.results import RESULT, RunRecord, write_result
+from istar.finetune.config import Config
+from istar.finetune.config.schema import to_dict
 from istar.reports.run_frame import (
     MAIN_COLUMNS,
     build_runs_table,
@@ -28,6 +27,7 @@ from istar.reports.run_frame import (
     read_runs,
     sort_runs,
 )
+from istar.runs.record import RESULT, RunRecord, write_result
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from istar.records.results import METRICS_FILE
 from istar.reports import configurations
 from istar.reports.run_frame import read_runs
 from istar.reports.training_figures import build_training_plots
+from istar.runs.record import METRICS_FILE
 from tests.reports.synthetic import BASE, istar, record, save
 
 STEPS = range(0, 400, 100)

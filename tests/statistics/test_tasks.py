@@ -3,7 +3,7 @@ import pytest
 from scipy import stats
 
 from istar.errors import UserError
-from istar.statistics.tasks import t_interval_over_tasks
+from istar.statistics.over_tasks import t_interval_over_tasks
 
 DIFFERENCES = ([0.3, 1.2, 0.7], [2.0, 2.9], [-0.4, 0.1, 0.9, 0.2])
 

@@ -8,9 +8,9 @@ from rich.table import Table
 
 from istar.drawing.page_tables import make_markdown_table
 from istar.drawing.plot import Line, Panel, Plot
-from istar.records.metric_names import axis_label, format_metric, scale_for_display
-from istar.records.results import RunRecord
-from istar.records.run_rows import Configuration
+from istar.runs.names import axis_label, format_metric, scale_for_display
+from istar.runs.record import RunRecord
+from istar.runs.run_rows import Configuration
 
 COMPARISON_COLUMNS = ("task", "model", "method", "seed", "value", "constant", "epoch", "IsoScore", "seconds")
 """Columns of the table that compares configurations."""

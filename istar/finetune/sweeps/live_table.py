@@ -20,12 +20,12 @@ from istar.errors import UserError
 from istar.files.folders import list_visible
 from istar.files.parsing import read_json, read_record
 from istar.files.writing import write_text
+from istar.finetune.config.schema import to_dict
 from istar.finetune.sweeps.trials import Trial
-from istar.records import identity
-from istar.records.config.schema import to_dict
-from istar.records.metric_names import format_metric
-from istar.records.results import PROGRESS, RunRecord
-from istar.records.run_rows import selection_sort_key
+from istar.runs import identity
+from istar.runs.names import format_metric
+from istar.runs.record import PROGRESS, RunRecord
+from istar.runs.run_rows import selection_sort_key
 
 SWEEPS_FOLDER, STATE_FILE = "sweeps", "sweep.json"  # the state of a sweep is in `<run.root>/sweeps/<sweep>/sweep.json`
 STATE_FORMAT = 1

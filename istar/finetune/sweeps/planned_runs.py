@@ -12,17 +12,16 @@ from rich.progress import track
 
 from istar.errors import UserError
 from istar.files.outputs import Output
-from istar.finetune.runs import extras
-from istar.finetune.runs.finished_runs import read_finished_run
-from istar.finetune.runs.identify import RunFolders
-from istar.finetune.runs.precision import choose_precision
+from istar.finetune.config import Config, SweepConfig, WandbConfig, schema
+from istar.finetune.execute import extras
+from istar.finetune.execute.finished_runs import read_finished_run
+from istar.finetune.execute.identify import RunFolders
+from istar.finetune.execute.precision import choose_precision
 from istar.finetune.sweeps import live_table, trials
 from istar.finetune.sweeps.live_table import SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
-from istar.records import results
-from istar.records.config import Config, SweepConfig, WandbConfig, schema
-from istar.records.identity import Inputs, label_inputs
-from istar.records.results import RunRecord
+from istar.runs.identity import Inputs, label_inputs
+from istar.runs.record import RunRecord, read_result
 
 _MIN_RUNS_FOR_PROGRESS_BAR = 50  # with at least as many runs, composing their configs shows a progress bar
 
@@ -260,7 +259,7 @@ class SweepRuns:
 
     def read_record(self, entry: SweepEntry) -> RunRecord:
         """Return the record of an ended run, from memory if the run was finished when it was added."""
-        return self._record_by_name.get(entry.name) or results.read_result(self.request.root / entry.name)
+        return self._record_by_name.get(entry.name) or read_result(self.request.root / entry.name)
 
 
 def _get_inputs(trial: Trial) -> Inputs:

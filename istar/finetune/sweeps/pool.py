@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Protocol
 
 from istar.errors import LockedError, StoppedError, UserError
-from istar.finetune.runs.forking import ForkedProcess, is_supported
-from istar.finetune.runs.launch import RunProcesses, Spawn, blocked_signals, forward_signals, processes_to_start, spawn
+from istar.finetune.config import SweepConfig, TrainerConfig
+from istar.finetune.execute.forking import ForkedProcess, is_supported
+from istar.finetune.execute.launch import (
+    RunProcesses,
+    Spawn,
+    blocked_signals,
+    forward_signals,
+    processes_to_start,
+    spawn,
+)
 from istar.finetune.sweeps.trials import Trial
-from istar.records.config import SweepConfig, TrainerConfig
-from istar.records.results import RunRecord
+from istar.runs.record import RunRecord
 
 
 class TrialSource(Protocol):

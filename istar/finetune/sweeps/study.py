@@ -17,10 +17,10 @@ from optuna.trial import FrozenTrial, TrialState
 from sklearn.model_selection import ParameterGrid
 
 from istar.errors import UserError, shorten
+from istar.finetune.config import SweepConfig
 from istar.finetune.sweeps.trials import Overrides, SearchSpace
 from istar.finetune.training.pruning import PRUNER_ATTRIBUTE, TrialReference, load_trial, open_storage
-from istar.records.config import SweepConfig
-from istar.records.results import RunRecord
+from istar.runs.record import RunRecord
 
 _STATE_BY_STATUS = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 _FOLDER_ID = "folder_id"  # user attribute of a study

@@ -18,17 +18,16 @@ from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.folders import list_visible
 from istar.files.writing import is_locked, lock_folder
-from istar.finetune.runs.finished_runs import read_finished_run
+from istar.finetune.config import Config, WandbConfig
+from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.sweeps import comparison, pool
 from istar.finetune.sweeps.comparison import ConfigurationsByTask
 from istar.finetune.sweeps.live_table import Board, SweepEntry
 from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns, list_runs
 from istar.finetune.sweeps.trials import Overrides, Trial
-from istar.records import results
-from istar.records.config import Config, WandbConfig
-from istar.records.identity import shorten_model_name
-from istar.records.results import RunRecord
-from istar.records.run_rows import describe_smoke_runs, group_by_task
+from istar.runs.identity import shorten_model_name
+from istar.runs.record import CONFIG, RESULT, RunRecord, read_result
+from istar.runs.run_rows import describe_smoke_runs, group_by_task
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.study import Study
@@ -199,10 +198,10 @@ class SearchQueue(TrialQueue):
         """Return whether a run has failed by itself; a process that was killed leaves no record of a failure."""
         folder = self.runs.request.root / trial.name
         try:
-            return results.read_result(folder).status == "failed"
+            return read_result(folder).status == "failed"
         except UserError:
             # Mistakes that are found before the training leave no record either.
-            return error.exit_code == UserError.exit_code and not (folder / results.CONFIG).exists()
+            return error.exit_code == UserError.exit_code and not (folder / CONFIG).exists()
 
 
 def run_search(runs: SweepRuns, live_board: Board) -> None:
@@ -228,7 +227,7 @@ def _add_ended_trials(runs: SweepRuns, study: "Study") -> None:
         entry = runs.entry_by_name[trial.name]
         runs.assign_grid(entry.name, study.grid_of_trial(trial_number))
         if entry.status == "waiting":
-            if not (runs.request.root / entry.name / results.RESULT).exists():
+            if not (runs.request.root / entry.name / RESULT).exists():
                 raise UserError(
                     f"{runs.folder} has a finished trial, but its run {entry.name} does not exist, because its folder "
                     "is gone or the model or the data have changed; choose another sweep.name for a new search, or "
@@ -355,9 +354,9 @@ def print_results(runs: SweepRuns) -> int:
 def read_finished_runs(root: Path) -> list[RunRecord]:
     """Read the records of the finished runs in a folder, without smoke runs; skip unreadable ones with a warning."""
     records = []
-    for path in list_visible(root, f"*/{results.RESULT}"):
+    for path in list_visible(root, f"*/{RESULT}"):
         try:
-            records.append(results.read_result(path.parent))
+            records.append(read_result(path.parent))
         except UserError as error:
             log.warning("not read: %s", error)
     finished = [record for record in records if record.status == "finished" and not record.is_smoke]

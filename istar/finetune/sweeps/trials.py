@@ -13,8 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 
 from istar.errors import UserError
-from istar.records.config import Config
-from istar.records.config.schema import OPTIONS_BY_GROUP
+from istar.finetune.config import Config
+from istar.finetune.config.schema import OPTIONS_BY_GROUP
 
 _IGNORED_KEY_PREFIXES = ("run.", "logger")  # prefixes of keys that do not change the results of a run
 

@@ -18,8 +18,8 @@ from istar.errors import UserError, shorten
 from istar.files.writing import atomic_folder
 from istar.finetune.tasks.features import describe_tokenizer
 from istar.finetune.tasks.loading import fingerprint
-from istar.inputs.documents import iterate_texts
-from istar.inputs.tokenizing import count_text_tokens, find_separator_id, tokenize
+from istar.texts.documents import iterate_texts
+from istar.texts.tokenizing import count_text_tokens, find_separator_id, tokenize
 
 STARTS_FILE = "starts.npy"
 

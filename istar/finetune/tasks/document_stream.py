@@ -10,7 +10,7 @@ import numpy as np
 from datasets import IterableDataset
 
 from istar.errors import UserError
-from istar.inputs.documents import (
+from istar.texts.documents import (
     BEGINNING_BYTES,
     compute_content_digest,
     list_corpus_files,

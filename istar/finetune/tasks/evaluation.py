@@ -14,7 +14,7 @@ from istar.errors import NonFiniteError
 from istar.files.writing import write_text
 from istar.finetune.tasks import metrics, squad
 from istar.finetune.tasks.loading import ROW_COLUMN
-from istar.records.task_specs import Split, TaskSpec
+from istar.runs.tasks import Split, TaskSpec
 
 
 @dataclass(frozen=True)

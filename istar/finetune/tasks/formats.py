@@ -9,8 +9,8 @@ from typing import Any
 
 from istar.errors import UserError
 from istar.files.parsing import parse_json
-from istar.inputs.readers import READERS, Table, make_table, numbered_lines, open_saved_dataset, read_text, read_tsv
-from istar.records.task_specs import TaskSpec
+from istar.runs.tasks import TaskSpec
+from istar.texts.readers import READERS, Table, make_table, numbered_lines, open_saved_dataset, read_text, read_tsv
 
 _log = logging.getLogger(__name__)
 

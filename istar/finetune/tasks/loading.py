@@ -22,7 +22,7 @@ from istar.files.writing import cache_folder
 from istar.finetune.tasks import sources
 from istar.finetune.tasks.formats import RawSplit
 from istar.finetune.tasks.sources import ExampleSource
-from istar.records.task_specs import Kind, TaskSpec
+from istar.runs.tasks import Kind, TaskSpec
 
 ROW_COLUMN = "row"
 """Column of a sample: the numbers of its rows in the split of the source, counted from 0."""

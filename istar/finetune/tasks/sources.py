@@ -16,8 +16,10 @@ from istar.files.parsing import is_missing
 from istar.finetune.tasks import formats
 from istar.finetune.tasks.document_stream import DocumentStream, make_hub_stream, open_file_stream
 from istar.finetune.tasks.formats import RawSplit
-from istar.inputs import demo
-from istar.inputs.documents import (
+from istar.models.hub import find_cached_commit, find_commit, find_hub_problem, load_dataset, open_dataset_stream
+from istar.runs.tasks import Files, TaskSpec
+from istar.texts import demo
+from istar.texts.documents import (
     TEXT_COLUMN,
     cache_documents,
     compute_content_digest,
@@ -26,9 +28,7 @@ from istar.inputs.documents import (
     read_dataset_documents,
     read_documents,
 )
-from istar.inputs.hub import find_cached_commit, find_commit, find_hub_problem, load_dataset, open_dataset_stream
-from istar.inputs.readers import make_table
-from istar.records.task_specs import Files, TaskSpec
+from istar.texts.readers import make_table
 
 Reader = Callable[[Path, TaskSpec, str], RawSplit]
 Layout = Mapping[str, Reader]

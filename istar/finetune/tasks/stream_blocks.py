@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks, tokenize_documents
 from istar.finetune.tasks.document_stream import DocumentStream
 from istar.finetune.tasks.language_modelling import BlockRows, Masking
-from istar.inputs.tokenizing import count_text_tokens
+from istar.texts.tokenizing import count_text_tokens
 
 _SAMPLED_TOKENS = 1 << 18
 

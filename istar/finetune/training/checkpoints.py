@@ -23,7 +23,7 @@ from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.finetune.training.signals import StopSignal
-from istar.inputs.archives import load_archive
+from istar.models.archives import load_archive
 
 CHECKPOINT_FORMAT = 5
 """Version of the checkpoint format; checkpoints of other versions are refused."""

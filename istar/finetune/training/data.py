@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from istar.errors import UserError
+from istar.finetune.config import DataConfig
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.tasks.stream_blocks import StreamedBlocks, StreamPosition
 from istar.finetune.training.module import all_gather_object
-from istar.records.config import DataConfig
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 

@@ -17,8 +17,8 @@ from istar.finetune.training.module import FineTuner, token_mask
 from istar.hidden_states.model_layers import eval_mode
 from istar.hidden_states.sharding import is_sharded_module
 from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
-from istar.inputs.architectures import is_decoder
 from istar.measures import Moments, isoscore_star, two_nn
+from istar.models.architectures import is_decoder
 
 Sums = TypeVar("Sums", bound=Any)
 MAX_TWO_NN_EXAMPLES = 1_000

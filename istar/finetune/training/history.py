@@ -22,7 +22,7 @@ from istar.files.writing import atomic_write, escape_cell, unescape_cell
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.training.layer_geometry import ValidationGeometry
 from istar.finetune.training.module import FineTuner
-from istar.records.metric_names import merit
+from istar.runs.names import merit
 
 _SECONDS_BETWEEN_WRITES = 5.0
 
@@ -37,7 +37,7 @@ class History(L.Callback):
 
     Attributes:
         selection_metric: name of the metric that selects the best epoch; see
-            `istar.records.metric_names.is_lower_better`.
+            `istar.runs.names.is_lower_better`.
         geometry: callback that measures the isotropy. It must precede this callback.
         keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
         before_training: metrics and isotropy before training.

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from istar.errors import UserError
 from istar.files.outputs import Output, run_output
 from istar.finetune.training.sharded_training import gather_weights
-from istar.inputs import pretrained
-from istar.inputs.saved_checkpoints import record_step
+from istar.models import pretrained
+from istar.models.saved_checkpoints import record_step
 
 LOG_SCHEDULE = "log"
 """The logarithmic schedule, with the steps of Pythia's published checkpoints."""

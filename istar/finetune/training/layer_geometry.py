@@ -18,7 +18,7 @@ from istar.hidden_states.model_layers import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures import Moments, isoscore
 from istar.measures.layer_sums import LayerSums
-from istar.records.metric_names import geometry_key, isotropy_key
+from istar.runs.names import geometry_key, isotropy_key
 
 MONITORED = ("inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio")
 """Measures that are logged after every validation with `trainer.monitor_isotropy`."""

@@ -27,13 +27,13 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from istar.errors import UserError, shorten
 from istar.files.writing import write_text
+from istar.finetune.config import Config, TensorBoardConfig, WandbConfig
+from istar.finetune.config.groups import LIGHTNING_LOGGERS
+from istar.finetune.config.schema import to_dict
+from istar.finetune.config.trainer_arguments import check_argument_types
 from istar.finetune.training.history import MetricsFile
-from istar.inputs.hub import PROBE_TIMEOUT_SECONDS, request_status
-from istar.records.config import Config, TensorBoardConfig, WandbConfig
-from istar.records.config.groups import LIGHTNING_LOGGERS
-from istar.records.config.schema import to_dict
-from istar.records.config.trainer_arguments import check_argument_types
-from istar.records.metric_names import isotropy_key
+from istar.models.hub import PROBE_TIMEOUT_SECONDS, request_status
+from istar.runs.names import isotropy_key
 
 _INIT_TIMEOUT_SECONDS = 10.0
 _FINISH_TIMEOUT_SECONDS = 60.0

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from istar.errors import NonFiniteError, UserError
+from istar.finetune.config import OptimConfig
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.training.optimizers import make_optimizer
 from istar.finetune.training.sharded_training import ShardingStrategy, shard
@@ -28,7 +29,6 @@ from istar.hidden_states import AttachedPenalty
 from istar.hidden_states.model_layers import ReturnedStates
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
 from istar.measures.accumulator import sum_over_processes, world_size
-from istar.records.config import OptimConfig
 
 Batch = dict[str, Tensor]
 Outputs = dict[int, np.ndarray]

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from istar.drawing.terminal import make_console
 from istar.files.writing import write_text
 from istar.finetune.training.module import FineTuner
-from istar.records.metric_names import format_metric
-from istar.records.results import PROGRESS
+from istar.runs.names import format_metric
+from istar.runs.record import PROGRESS
 
 _LABELS = {"task_loss": "loss", "isoscore_star": "IsoScore*", "isoscore": "IsoScore", "penalty": "penalty"}
 """Labels of the metrics `train/<name>`, of which the first two that a training has are shown."""

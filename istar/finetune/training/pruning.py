@@ -11,7 +11,7 @@ from optuna.storages.journal import JournalFileBackend
 from istar.errors import UserError, shorten
 from istar.finetune.training.history import History
 from istar.finetune.training.module import FineTuner
-from istar.records.metric_names import merit
+from istar.runs.names import merit
 
 SEPARATOR = "#"
 """Separator of the parts of a `TrialReference`."""
@@ -70,7 +70,7 @@ def load_trial(study: optuna.Study, storage: optuna.storages.BaseStorage, number
 class PruningCallback(L.Callback):
     """Report each epoch to an Optuna study, and stop the training if the study's pruner decides to prune the trial.
 
-    The reported value is the `istar.records.metric_names.merit` of the selection metric. Rank 0 asks the pruner and
+    The reported value is the `istar.runs.names.merit` of the selection metric. Rank 0 asks the pruner and
     broadcasts its decision, so that all processes stop together. A resumed run reports only the epochs that are not yet
     in the study's database. The callback `history` must precede this callback.
     """

@@ -13,11 +13,11 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
 
 from istar.errors import UserError, shorten
+from istar.finetune.config import TrainerConfig
+from istar.finetune.config.trainer_arguments import check_argument_types
 from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
 from istar.finetune.training.sharded_training import ShardingStrategy
-from istar.records.config import TrainerConfig
-from istar.records.config.trainer_arguments import check_argument_types
-from istar.records.metric_names import is_lower_better
+from istar.runs.names import is_lower_better
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from torch import Tensor
 from istar.geometry.collect.layers import Layer, LayerSettings, MeasureSet
 from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR
 from istar.geometry.collect.sample import Sample
-from istar.inputs.corpus import Documents
 from istar.measures import Accumulator, ScaleDimension
+from istar.texts.corpus import Documents
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from istar.geometry.collect.measures_file import EMBEDDINGS, FINAL_NORM
 from istar.hidden_states.model_layers import find_final_norm, find_layers, make_trial_ids, run_trial
 from istar.hidden_states.offloading import find_input_device
-from istar.inputs.corpus import Block, pad_batch
 from istar.measures.numerics import full_precision
+from istar.texts.corpus import Block, pad_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +80,7 @@ class Taps:
 
         They do in models without an attention mask, such as FNet, and in models that convolve over padding.
         """
-        from istar.inputs.attention import are_close
+        from istar.models.attention import are_close
 
         token_ids = make_trial_ids(self._model)
         padded_ids = torch.cat([token_ids, torch.full_like(token_ids, padding_id)])

@@ -18,25 +18,25 @@ from torch import Tensor
 from istar.errors import NonFiniteError, UserError
 from istar.files.outputs import Output
 from istar.files.writing import replace_nested
+from istar.finetune.config import ModelConfig
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName, read_earlier
 from istar.geometry.collect.memory import describe_memory
 from istar.geometry.collect.stream import Stream
 from istar.hidden_states.offloading import find_input_device, hold_weights, read_parameter
-from istar.inputs.corpus import Source
-from istar.inputs.tokenizing import find_max_input_length
 from istar.measures import MassiveActivationsSummary, layer_norm_summary
 from istar.measures.matrix_forms import measure_forms, project_rows, round_digits
 from istar.measures.norms import norm_parameters
 from istar.measures.numerics import keep_freed_memory, row_norms, upcast_blocks
 from istar.measures.spectrum import RowSpectrum, decompose_rows
-from istar.records.config import ModelConfig
+from istar.texts.corpus import Source
+from istar.texts.tokenizing import find_max_input_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from istar.inputs.embedding_matrix import Matrix
+    from istar.models.embedding_matrix import Matrix
 
 WEIGHT_DTYPES = {
     "float32": torch.float32,
@@ -83,8 +83,8 @@ def measure_model(
     if hidden states are not finite, and an `OtherModelError` if `out` contains the measures of another model.
     """
     # transformers takes seconds to import, and pages of measured models do without it.
-    from istar.inputs.embedding_matrix import read_untied_output
-    from istar.inputs.pretrained import load_tokenizer
+    from istar.models.embedding_matrix import read_untied_output
+    from istar.models.pretrained import load_tokenizer
 
     start = time.monotonic()
     config = ModelConfig(name=folder or name, revision=revision)
@@ -320,7 +320,7 @@ def load_placed_encoder(
     config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", dtype: str, device: str | Mapping[str, Any]
 ) -> Any:
     """Load a model without its head onto a device, or with its layers on several; see `measure_model`."""
-    from istar.inputs.pretrained import load_encoder
+    from istar.models.pretrained import load_encoder
 
     placement = {} if isinstance(device, str) else device
     model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **placement)

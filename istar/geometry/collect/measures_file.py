@@ -13,7 +13,7 @@ from istar.errors import UserError
 from istar.files.outputs import STATE_FOLDER
 from istar.files.parsing import find_mismatch, read_record
 from istar.files.writing import replace_nested, to_csv, to_json
-from istar.records.metric_names import COMBINED
+from istar.runs.names import COMBINED
 
 T = TypeVar("T")
 BySourceAndTap = dict[str, dict[str, T]]

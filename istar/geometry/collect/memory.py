@@ -12,8 +12,8 @@ from istar.errors import UserError
 from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.grouped_moments import UpperPanels
 from istar.geometry.collect.stream import UPDATE_BYTES, UPDATE_TOKENS
-from istar.inputs.corpus import BATCH_TOKENS, BATCH_TOKENS_ON_DEVICES
 from istar.measures.point_groups import NUM_LOG2_BINS
+from istar.texts.corpus import BATCH_TOKENS, BATCH_TOKENS_ON_DEVICES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
+from istar.finetune.config import ModelConfig
 from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.measure import load_placed_encoder
-from istar.inputs.corpus import Block, Blocks, Source, pad_batch, split_into_batches
-from istar.inputs.pretrained import load_tokenizer
-from istar.inputs.tokenizing import tokenize_parts
 from istar.measures.alignment import cka, cka_with_error
 from istar.measures.jackknife import ValueWithError
 from istar.measures.numerics import accumulation_dtype, full_precision, is_rounding
-from istar.records.config import ModelConfig
+from istar.models.pretrained import load_tokenizer
+from istar.texts.corpus import Block, Blocks, Source, pad_batch, split_into_batches
+from istar.texts.tokenizing import tokenize_parts
 
 _MIN_DOCUMENTS = 4
 """Fewest documents for which CKA is defined."""

@@ -21,10 +21,10 @@ from istar.files.writing import atomic_write
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.token_batch import TokenBatch
-from istar.inputs.archives import load_archive
-from istar.inputs.corpus import Block, Blocks, Reading, Source, sorted_windows, split_into_batches
 from istar.measures.numerics import accumulation_dtype, check_finite
-from istar.records.metric_names import COMBINED
+from istar.models.archives import load_archive
+from istar.runs.names import COMBINED
+from istar.texts.corpus import Block, Blocks, Reading, Source, sorted_windows, split_into_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -17,8 +17,8 @@ from istar.files.writing import unescape_cell
 from istar.geometry.collect import measure, measures_file
 from istar.geometry.collect.measures_file import Measurements, ModelName, OtherModelError
 from istar.geometry.collect.trajectory_file import TRAINING_KIND, Trajectory, TrajectoryPlan, make_csv
-from istar.inputs.archives import load_archive
-from istar.inputs.saved_checkpoints import Checkpoint
+from istar.models.archives import load_archive
+from istar.models.saved_checkpoints import Checkpoint
 
 
 class PartialFailure(UserError):  # noqa: N818

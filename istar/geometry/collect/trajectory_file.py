@@ -10,11 +10,11 @@ import pandas as pd
 from istar.drawing.page_folder import PageKind
 from istar.files.writing import to_csv
 from istar.geometry.collect.measures_file import TRAJECTORY_FILE, Measurements
-from istar.inputs.saved_checkpoints import Checkpoint
+from istar.models.saved_checkpoints import Checkpoint
 
 if TYPE_CHECKING:
     from istar.geometry.collect.corpus_statistics import MeasureSettings
-    from istar.inputs.corpus import Source
+    from istar.texts.corpus import Source
 
 KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
 """Columns of `trajectory.csv` that identify a row; all other columns are measures."""

@@ -23,7 +23,7 @@ from istar.files.writing import to_csv
 from istar.geometry.collect.measures_file import FINAL_NORM, NORMAL_QUANTILE
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
 from istar.measures.catalogue import MEASURES
-from istar.records.metric_names import COMBINED
+from istar.runs.names import COMBINED
 
 CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
 _MAX_FIGURES = 6

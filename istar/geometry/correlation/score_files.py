@@ -13,10 +13,10 @@ from istar.errors import UserError, shorten
 from istar.files.folders import list_visible
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import unescape_cell
-from istar.inputs.hub import is_hub_id
-from istar.inputs.readers import iterate_csv
-from istar.inputs.saved_checkpoints import step_from_name
-from istar.records.identity import shorten_model_name
+from istar.models.hub import is_hub_id
+from istar.models.saved_checkpoints import step_from_name
+from istar.runs.identity import shorten_model_name
+from istar.texts.readers import iterate_csv
 
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]
 """Columns that identify a checkpoint, in all tables of this package."""

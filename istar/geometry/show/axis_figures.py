@@ -24,7 +24,7 @@ from istar.geometry.show.model_figures import (
     name_tap,
 )
 from istar.measures.catalogue import FIGURES, find_measure
-from istar.records.metric_names import COMBINED
+from istar.runs.names import COMBINED
 
 _FINAL_NORM_DEPTH = 1.15
 """Position of the final normalization on the axis of the relative depth, beyond the last layer."""

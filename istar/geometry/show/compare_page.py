@@ -35,9 +35,9 @@ from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining, list_last_checkpoints
 from istar.geometry.show.terminal_tables import HEADERS
-from istar.inputs.saved_checkpoints import Checkpoint
 from istar.measures.catalogue import MEASURES
-from istar.records.identity import shorten_model_name
+from istar.models.saved_checkpoints import Checkpoint
+from istar.runs.identity import shorten_model_name
 
 if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity

@@ -14,9 +14,9 @@ from istar.geometry.collect import measures_file, trajectory_file
 from istar.geometry.collect.measures_file import Measurements, interval_half_width
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
-from istar.inputs.saved_checkpoints import Checkpoint, ModelArgument
-from istar.records.identity import shorten_model_name
-from istar.records.metric_names import COMBINED
+from istar.models.saved_checkpoints import Checkpoint, ModelArgument
+from istar.runs.identity import shorten_model_name
+from istar.runs.names import COMBINED
 
 ASSUMED_GROUPS = 10
 """Number of groups of documents for errors of a training with lost settings: the default of `istar measure`."""

@@ -23,8 +23,8 @@ from sqlalchemy import Engine, event
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.cli import train
+from istar.finetune.config import SweepConfig, schema
 from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns
-from istar.records.config import SweepConfig, schema
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 TINY = ("reg.num_points=200", "task.limit_train=32", "task.limit_validation=9", "data.batch_size=8",

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from istar.drawing import rendering
 from istar.drawing.pictures import render_files
-from istar.finetune.runs.run_summary import build_run_table
+from istar.finetune.execute.run_summary import build_run_table
 from istar.finetune.sweeps.comparison import (
     COMPARISON_COLUMNS,
     build_comparison_plots,
@@ -20,9 +20,9 @@ from istar.finetune.sweeps.comparison import (
     build_comparison_table,
     format_comparison_as_markdown,
 )
-from istar.records.identity import label_method
-from istar.records.results import RunRecord
-from istar.records.run_rows import Configuration, group_by_task
+from istar.runs.identity import label_method
+from istar.runs.record import RunRecord
+from istar.runs.run_rows import Configuration, group_by_task
 
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:

@@ -8,9 +8,9 @@ import pytest
 from hydra.experimental.callback import Callback
 
 from hydra_plugins.istar_sweeper import IstarSweeper
+from istar.finetune.config import schema
 from istar.finetune.sweeps import sweep, trials
 from istar.finetune.sweeps.planned_runs import SweepRequest
-from istar.records.config import schema
 from tests.finetune.sweeps.conftest import TINY, Call
 
 

@@ -21,13 +21,12 @@ from omegaconf import DictConfig
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.cli import train
 from istar.errors import UserError
-from istar.finetune.runs import extras
-from istar.finetune.runs.identify import RunFolders
+from istar.finetune.config import Config
+from istar.finetune.execute import extras
+from istar.finetune.execute.identify import RunFolders
 from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.training.pruning import open_storage
-from istar.records import results
-from istar.records.config import Config
-from istar.records.results import RunRecord
+from istar.runs.record import RunRecord, read_result
 from tests.finetune.sweeps.conftest import CONF, TINY, Call
 from tests.finetune.sweeps.test_queue import write_result
 from tests.jobs import Start, at_once, starting
@@ -64,7 +63,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
             return UserError("it broke")
         folder = Path(config.run.root) / RunFolders().find(config).name
         write_result(folder, config)
-        return results.read_result(folder)
+        return read_result(folder)
 
     monkeypatch.setattr(train, "run_launched_job", execute)
     return count_by_seed
@@ -159,7 +158,7 @@ def test_ray_executes_a_grid_in_two_workers(tmp_path: Path, start: Start) -> Non
     assert "1 of 2 runs failed" in done.stdout
     assert done.stdout.count("layer 7 does not exist") == 2  # when it ends, and in the list at the end
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/demo-*/result.json")}
-    finished = [path for path in times if results.read_result(path.parent).status == "finished"]
+    finished = [path for path in times if read_result(path.parent).status == "finished"]
     assert len(finished) == 1
     assert start(tmp_path, *arguments, **RAY_ENVIRONMENT).wait().code == 1
     assert {path: path.stat().st_mtime_ns for path in finished} == {path: times[path] for path in finished}

@@ -13,6 +13,7 @@ from istar.cli.main import main
 from istar.drawing.terminal import format_duration
 from istar.errors import UserError
 from istar.files.writing import write_text
+from istar.finetune.config.schema import to_dict
 from istar.finetune.sweeps import live_table
 from istar.finetune.sweeps.live_table import (
     STATE_FILE,
@@ -27,8 +28,7 @@ from istar.finetune.sweeps.live_table import (
     update_progress,
 )
 from istar.finetune.sweeps.trials import Trial
-from istar.records.config.schema import to_dict
-from istar.records.results import PROGRESS, RunRecord
+from istar.runs.record import PROGRESS, RunRecord
 
 NOW = 1_700_000_000.0
 

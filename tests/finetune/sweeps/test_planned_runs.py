@@ -8,10 +8,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from istar.errors import UserError
+from istar.finetune.config import schema
+from istar.finetune.config.schema import to_dict
 from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.trials import replace_seed
-from istar.records.config import schema
-from istar.records.config.schema import to_dict
 from tests.finetune.sweeps.conftest import TINY, with_all_runs
 
 MakeRuns = Callable[..., SweepRuns]

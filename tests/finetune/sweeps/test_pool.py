@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import pytest
 
 from istar.errors import LockedError, StoppedError, UserError
-from istar.finetune.runs import forking, launch
+from istar.finetune.config import Config, SweepConfig, TrainerConfig
+from istar.finetune.execute import forking, launch
 from istar.finetune.sweeps import pool
 from istar.finetune.sweeps.pool import make_slot_environment, run_trials
 from istar.finetune.sweeps.trials import Trial
-from istar.records.config import Config, SweepConfig, TrainerConfig
-from istar.records.results import RunRecord
+from istar.runs.record import RunRecord
 
 
 class Run:

@@ -14,15 +14,14 @@ from rich.console import Console
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files import writing
 from istar.files.writing import lock_folder, write_text
-from istar.finetune.runs.launch import UNEXPECTED_ERROR
+from istar.finetune.config import Config
+from istar.finetune.execute.launch import UNEXPECTED_ERROR
 from istar.finetune.sweeps import comparison, pool, sweep
 from istar.finetune.sweeps.live_table import Board, read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.study import Study
 from istar.finetune.sweeps.sweep import TrialQueue, estimate_duration, read_finished_runs, run_queue
-from istar.records import results
-from istar.records.config import Config
-from istar.records.results import RunRecord
+from istar.runs.record import CONFIG, GEOMETRY, RunRecord, read_result, write_result
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
 from tests.finished_runs import make_finished_record
 from tests.waiting import until
@@ -30,11 +29,11 @@ from tests.waiting import until
 GRID = ("seed=1,2,3", *TINY)
 
 
-def write_result(folder: Path, config: Config) -> None:
+def write_run(folder: Path, config: Config) -> None:
     """Write the files that a finished run has."""
-    results.write_result(make_finished_record(folder.name, config, value=config.seed / 10), folder)
+    write_result(make_finished_record(folder.name, config, value=config.seed / 10), folder)
     (folder / "model").mkdir(exist_ok=True)
-    (folder / results.GEOMETRY).write_text("{}")
+    (folder / GEOMETRY).write_text("{}")
 
 
 class Run:
@@ -67,8 +66,8 @@ class Run:
         if self.config.seed in Run.failing_seeds:
             raise UserError("it broke")
         folder = Path(self.config.run.root) / self.name
-        write_result(folder, self.config)
-        return results.read_result(folder)
+        write_run(folder, self.config)
+        return read_result(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +123,7 @@ def test_a_run_of_another_process_is_waited_for(
     def end_elsewhere() -> None:
         assert Run.seeds == [2, 3]
         if is_finished:
-            write_result(folder, config)
+            write_run(folder, config)
         locks.close()
 
     assert execute(sweep_runs, end_elsewhere) == {1: "finished", 2: "finished", 3: "finished"}
@@ -136,7 +135,7 @@ def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(make_runs:
     sweep_runs = with_all_runs(make_runs(*GRID))
     [trial] = [trial for trial in sweep_runs.trial_by_name.values() if trial.config.seed == 2]
     folder = sweep_runs.request.root / trial.name
-    write_result(folder, trial.config)
+    write_run(folder, trial.config)
     assert execute(sweep_runs) == {1: "finished", 2: "finished", 3: "finished"}
     assert Run.seeds == [1, 3]
 
@@ -170,9 +169,9 @@ def test_the_seeds_follow_when_all_is_settled(
     class Finishing(TrialQueue):
         def tick(self) -> None:
             if self.runs.state.entries_with("elsewhere") and self.runs.state.entries_with("finished"):
-                results.write_result(make_finished_record(name, trial.config, value=0.9), folder)
+                write_result(make_finished_record(name, trial.config, value=0.9), folder)
                 (folder / "model").mkdir()
-                (folder / results.GEOMETRY).write_text("{}")
+                (folder / GEOMETRY).write_text("{}")
                 locks.close()
             super().tick()
 
@@ -234,7 +233,7 @@ def test_a_result_arrives_while_the_launcher_waits_for_others(make_runs: Callabl
     first, second = sweep_runs.trial_by_name.values()
 
     def launch(jobs: Any) -> list[RunRecord | UserError]:
-        write_result(sweep_runs.request.root / first.name, first.config)
+        write_run(sweep_runs.request.root / first.name, first.config)
         until(lambda: sweep_runs.entry_by_name[first.name].status == "finished")
         raise UserError("a worker has died")
 
@@ -263,8 +262,8 @@ def test_a_search_takes_over_the_trials_of_another_call(
         def tick(self) -> None:
             if self.is_waiting() and self.runs.state.entries_with("finished"):
                 folder = self.runs.request.root / trial.name
-                write_result(folder, trial.config)
-                other.tell(suggestion[0], results.read_result(folder))
+                write_run(folder, trial.config)
+                other.tell(suggestion[0], read_result(folder))
             super().tick()
 
     monkeypatch.setattr(sweep, "SearchQueue", Waiting)
@@ -307,9 +306,9 @@ def test_a_search_resumes_killed_runs_and_replaces_failed_ones(
             if seed in (2, 3):
                 error.exit_code = UNEXPECTED_ERROR
             if seed in (3, 4):
-                write_text(folder / results.CONFIG, "")
+                write_text(folder / CONFIG, "")
             if seed == 3:
-                results.write_result(replace(make_finished_record(self.name, self.config), status="failed"), folder)
+                write_result(replace(make_finished_record(self.name, self.config), status="failed"), folder)
             raise error
 
     def search() -> list[int]:
@@ -346,7 +345,7 @@ def test_a_search_waits_for_a_run_of_another_process(
     class Finishing(sweep.SearchQueue):
         def tick(self) -> None:
             if len(self.runs.state.entries_with("finished")) == 2:
-                write_result(folder, config)
+                write_run(folder, config)
                 locks.close()
             super().tick()
 
@@ -392,7 +391,7 @@ def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) 
         is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
         is_better = (trial.config.optim.lr == 1e-3) == is_up
         record = make_finished_record(trial.name, trial.config, 0.1 + 0.5 * is_better + 0.2 * is_up)
-        results.write_result(record, sweep_runs.request.root / trial.name)
+        write_result(record, sweep_runs.request.root / trial.name)
         sweep_runs.entry_by_name[trial.name].apply_record(record)
     repetitions = [set(overrides) for overrides in sweep_runs.list_repetitions_of_best()]
     assert len(repetitions) == 4
@@ -477,7 +476,7 @@ def test_nothing_known(composed: Any) -> None:
 def test_only_finished_runs_are_known(composed: Any, tmp_path: Path) -> None:
     config = composed("task=rte")
     for name, status, seconds in (("a", "finished", 3.0), ("b", "failed", 3.0), ("c", "pruned", 3.0)):
-        results.write_result(make_timed_record(config, seconds, status=status), tmp_path / name)
+        write_result(make_timed_record(config, seconds, status=status), tmp_path / name)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "result.json").write_text("{")
     assert [record.status for record in read_finished_runs(tmp_path)] == ["finished"]

@@ -12,11 +12,11 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from istar.errors import UserError, mask_secrets, shorten
+from istar.finetune.config import SweepConfig
 from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.study import Study
 from istar.finetune.sweeps.trials import make_search_spaces
 from istar.finetune.training.pruning import TrialReference
-from istar.records.config import SweepConfig
 
 PASSWORD = "hunter2"
 

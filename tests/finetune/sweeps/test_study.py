@@ -10,11 +10,11 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from istar.errors import UserError
+from istar.finetune.config import SweepConfig
 from istar.finetune.sweeps.study import Study, list_parameters
 from istar.finetune.sweeps.trials import make_search_spaces
 from istar.finetune.training.pruning import TrialReference
-from istar.records.config import SweepConfig
-from istar.records.results import RunRecord
+from istar.runs.record import RunRecord
 
 ARGUMENTS = ["reg=istar", "reg.lambda=interval(-5,5)", "optim.lr=tag(log,interval(1e-5,1e-3))", "reg.zeta=0.2,0.4",
              "data.batch_size=int(interval(8,32))"]  # fmt: skip

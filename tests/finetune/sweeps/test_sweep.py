@@ -15,12 +15,11 @@ from rich.console import Console
 
 from istar.errors import UserError
 from istar.files.writing import lock_folder
+from istar.finetune.config import schema
 from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.sweep import print_results, read_finished_runs, run_sweep
-from istar.records import results
-from istar.records.config import schema
-from istar.records.results import RunRecord
+from istar.runs.record import GEOMETRY, RESULT, RunRecord, read_result, write_result
 from tests.finetune.sweeps.conftest import TINY, with_all_runs
 from tests.finished_runs import make_finished_record
 from tests.jobs import Job, Start, starting
@@ -40,7 +39,7 @@ def start(own_cache: Path) -> Iterator[Start]:
 
 def read_records(folder: Path) -> dict[str, RunRecord]:
     """Return the records of the runs of a call made in `folder`, by the names of the runs."""
-    return {path.name: results.read_result(path) for path in (folder / "runs").glob("demo*")}
+    return {path.name: read_result(path) for path in (folder / "runs").glob("demo*")}
 
 
 def read_sweep_state(folder: Path):
@@ -164,17 +163,17 @@ def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns])
 
 def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
     [(name, trial)] = with_all_runs(make_runs("seed=1", *TINY)).trial_by_name.items()
-    results.write_result(make_finished_record(name, trial.config), tmp_path / "runs" / name)
+    write_result(make_finished_record(name, trial.config), tmp_path / "runs" / name)
     # Every finished run has these files.
     (tmp_path / "runs" / name / "model").mkdir()
-    (tmp_path / "runs" / name / results.GEOMETRY).write_text("{}")
+    (tmp_path / "runs" / name / GEOMETRY).write_text("{}")
     statuses = {
         overwrite: [entry.status for entry in with_all_runs(make_runs("seed=1,2", overwrite, *TINY)).state.entries]
         for overwrite in ("run.overwrite=false", "run.overwrite=true")
     }
     assert statuses == {"run.overwrite=false": ["finished", "waiting"], "run.overwrite=true": ["waiting", "waiting"]}
     sweep_runs = with_all_runs(make_runs("seed=1", *TINY))
-    (tmp_path / "runs" / name / results.RESULT).unlink()
+    (tmp_path / "runs" / name / RESULT).unlink()
     # The record of a finished run is read only once.
     assert sweep_runs.read_record(sweep_runs.entry_by_name[name]).status == "finished"
 
@@ -186,7 +185,7 @@ def test_a_damaged_result_names_the_folder_to_delete(
     names = list(with_all_runs(make_runs("seed=1,2", *TINY)).trial_by_name)
     folder = tmp_path / "runs" / names[0]
     folder.mkdir(parents=True)
-    (folder / results.RESULT).write_text("{")
+    (folder / RESULT).write_text("{")
     sweep_runs = with_all_runs(make_runs("seed=1,2", *TINY))
     assert [entry.status for entry in sweep_runs.state.entries] == ["failed", "waiting"]
     sweep_runs.console = Console(width=1000)
@@ -212,7 +211,7 @@ def test_a_dry_run_gives_the_reasons_for_which_runs_cannot_be_started(
 def test_a_smoke_run_stands_for_no_real_run(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
     [(name, trial)] = with_all_runs(make_runs("seed=1", *TINY)).trial_by_name.items()
     smoke_config = replace(trial.config, run=replace(trial.config.run, smoke=True))
-    results.write_result(make_finished_record(name, smoke_config), tmp_path / "runs" / name)
+    write_result(make_finished_record(name, smoke_config), tmp_path / "runs" / name)
     [entry] = with_all_runs(make_runs("seed=1", *TINY)).state.entries
     assert entry.status == "failed"
     assert "is a smoke run, which is never counted; run.overwrite=true runs it again" in entry.error
@@ -226,7 +225,7 @@ def test_a_sweep_does_not_compare_smoke_runs(
 ) -> None:
     sweep_runs = make_runs("seed=1,2", "run.smoke=true", "run.save_model=false", "run.geometry=false", *TINY)
     for name, trial in with_all_runs(sweep_runs).trial_by_name.items():
-        results.write_result(make_finished_record(name, trial.config), tmp_path / "runs" / name)
+        write_result(make_finished_record(name, trial.config), tmp_path / "runs" / name)
         sweep_runs.entry_by_name[name].status = "finished"
     sweep_runs.console = Console()
     assert print_results(sweep_runs) == 0

@@ -9,12 +9,12 @@ from rich.console import Console
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
+from istar.finetune.config import schema
 from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns
 from istar.finetune.sweeps.study import Study
 from istar.finetune.sweeps.sweep import _make_launcher_overrides, run_search
-from istar.inputs import hub
-from istar.records import results
-from istar.records.config import schema
+from istar.models import hub
+from istar.runs.record import write_result
 from tests.finetune.sweeps.conftest import merge_sweep_settings
 from tests.finished_runs import make_finished_record
 
@@ -59,7 +59,7 @@ def test_a_search_does_not_mix_the_results_of_two_commits(make_runs: Callable[..
         trial = first.add_run(overrides)
         record = make_finished_record(trial.name, trial.config)
         study.tell(trial_number, record)
-        results.write_result(record, first.request.root / trial.name)
+        write_result(record, first.request.root / trial.name)
     with pytest.raises(
         UserError, match=r"a finished trial, but its run demo-tiny-\S+ does not exist.*or the earlier commit"
     ):

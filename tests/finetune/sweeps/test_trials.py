@@ -15,6 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from hydra_plugins.istar_sweeper import IstarSweeper
 from istar.errors import UserError
+from istar.finetune.config import schema
+from istar.finetune.config.options import sweep_folder
 from istar.finetune.sweeps.trials import (
     allow_options_without_key,
     list_combinations,
@@ -22,8 +24,6 @@ from istar.finetune.sweeps.trials import (
     replace_seed,
     sweep_hash,
 )
-from istar.records.config import schema
-from istar.records.options import sweep_folder
 
 
 def expand(arguments=(), params=None, grids=None, only=()):

@@ -14,7 +14,7 @@ from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import fingerprint, hold_out, sample_examples
 from istar.finetune.tasks.metrics import compute
 from istar.finetune.training.module import logits_by_feature
-from istar.records.task_specs import TASKS
+from istar.runs.tasks import TASKS
 
 RTE, STSB, SQUAD, COLA = TASKS["rte"], TASKS["stsb"], TASKS["squad"], TASKS["cola"]
 LABELS = [0, 1, 1, 0, 1, 1]

@@ -19,7 +19,7 @@ from transformers import BertConfig, GPT2Config, PreTrainedTokenizerFast, Robert
 from istar.errors import UserError
 from istar.finetune.tasks import features
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize, limit_max_length
-from istar.records.task_specs import TASKS
+from istar.runs.tasks import TASKS
 from tests.waiting import SECONDS
 
 RTE, STSB, SQUAD = TASKS["rte"], TASKS["stsb"], TASKS["squad"]

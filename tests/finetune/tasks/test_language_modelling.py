@@ -21,10 +21,10 @@ from istar.finetune.tasks.language_modelling import (
     cut_into_blocks,
     perplexity,
 )
-from istar.inputs import tiny
-from istar.inputs.tokenizing import find_separator_id
-from istar.records.task_specs import TASKS
+from istar.models import tiny
 from istar.regularizers.points import IGNORED_LABEL
+from istar.runs.tasks import TASKS
+from istar.texts.tokenizing import find_separator_id
 
 TEXTS = ["The cat sat on a mat.", "It was raining.", "A dog barked at the cat again and again."]
 CLM, MLM = TASKS["clm"], TASKS["mlm"]

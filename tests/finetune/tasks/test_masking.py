@@ -6,7 +6,7 @@ from transformers import BertTokenizer, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.finetune.tasks.language_modelling import Masking, find_word_continuations
-from istar.inputs import tiny
+from istar.models import tiny
 from istar.regularizers.points import IGNORED_LABEL
 
 WORDS = [f"w{number}" for number in range(300)]

@@ -8,7 +8,7 @@ import torchmetrics.functional.text as text_oracle
 
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
 from istar.finetune.tasks.metrics import compute, exact_match, normalize_answer, token_f1
-from istar.records.task_specs import TASKS
+from istar.runs.tasks import TASKS
 
 
 @pytest.mark.parametrize("seed", range(5))

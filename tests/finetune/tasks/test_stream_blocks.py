@@ -11,7 +11,8 @@ from istar.errors import UserError
 from istar.finetune.tasks.document_stream import DocumentStream
 from istar.finetune.tasks.language_modelling import BlockRows, Masking
 from istar.finetune.tasks.stream_blocks import StreamedBlocks, StreamPosition
-from istar.inputs import demo, tiny
+from istar.models import tiny
+from istar.texts import demo
 
 TEXTS = demo.generate("mlm", "train")["text"][:90]
 SHARDS = [TEXTS[:40], TEXTS[40:41], TEXTS[41:70], TEXTS[70:]]

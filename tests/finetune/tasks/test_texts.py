@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from istar.errors import UserError
 from istar.finetune.tasks.sources import drop_blank_rows, find_text_splits, read_texts
-from istar.inputs.documents import cache_documents, compute_content_digest
+from istar.texts.documents import cache_documents, compute_content_digest
 from tests.files.test_folders import write_files
 
 

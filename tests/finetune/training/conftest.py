@@ -8,14 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from istar.finetune.config import AdamWConfig, DataConfig
 from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
 from istar.finetune.training import FineTuner, FineTuningData
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings
-from istar.inputs import demo, tiny
-from istar.records.config import AdamWConfig, DataConfig
-from istar.records.task_specs import TASKS
+from istar.models import tiny
+from istar.runs.tasks import TASKS
+from istar.texts import demo
 
 
 @dataclass

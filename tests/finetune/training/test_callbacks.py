@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from istar.errors import UserError
+from istar.finetune.config import TrainerConfig
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import History, ShrinkageCovariance, ValidationGeometry
@@ -16,9 +17,8 @@ from istar.finetune.training.trainer import build_trainer
 from istar.hidden_states import attach
 from istar.hidden_states.attached_penalty import NUM_POINTS
 from istar.measures import isoscore
-from istar.records.config import TrainerConfig
 from istar.regularizers import IStar, Points
-from tests.finetune.runs.faults import warnings_in
+from tests.finetune.execute.faults import warnings_in
 from tests.oracles import algorithm_1
 
 

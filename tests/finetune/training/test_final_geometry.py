@@ -13,7 +13,7 @@ import torch
 from transformers import BertConfig, GPT2Config
 
 from istar.errors import NonFiniteError
-from istar.finetune.runs.run import run
+from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import final_geometry as geometry_module
 from istar.finetune.training.final_geometry import StateReader, find_summary_positions, measure_validation_geometry
@@ -214,7 +214,7 @@ def compute_mean_activation(model: Any, folder: Path, config: Any) -> list[float
     from transformers import AutoTokenizer
 
     from istar.finetune.tasks.loading import sample_examples
-    from istar.inputs import demo
+    from istar.texts import demo
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     rows = sample_examples(demo.generate("demo", "validation"), 16)

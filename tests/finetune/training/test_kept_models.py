@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import UserError
-from istar.finetune.runs.run import run
+from istar.finetune.config import Config
+from istar.finetune.execute.run import run
 from istar.finetune.training.checkpoints import read_checkpoint
 from istar.finetune.training.kept_models import is_kept
-from istar.inputs import saved_checkpoints
-from istar.records.config import Config
+from istar.models import saved_checkpoints
 
 Build = Callable[..., Config]
 PYTHIA_STEPS = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *range(1_000, 144_000, 1_000)]

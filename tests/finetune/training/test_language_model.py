@@ -30,12 +30,12 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
+from istar.finetune.config import AdamWConfig
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
 from istar.finetune.training.language_model import LanguageModelTuner, adds_to_loss, restrict_head_to
-from istar.inputs import tiny
-from istar.records.config import AdamWConfig
-from istar.records.task_specs import TASKS
+from istar.models import tiny
 from istar.regularizers.points import IGNORED_LABEL
+from istar.runs.tasks import TASKS
 
 VOCABULARY = 30
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -13,6 +13,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+from istar.finetune.config import AdamWConfig, DataConfig
 from istar.finetune.tasks.blocks import load_or_tokenize_corpus
 from istar.finetune.tasks.language_modelling import (
     BlockCollator,
@@ -24,10 +25,10 @@ from istar.finetune.tasks.language_modelling import (
 from istar.finetune.training import FineTuningData
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.hidden_states import attach
-from istar.inputs import demo, tiny
-from istar.records.config import AdamWConfig, DataConfig
-from istar.records.task_specs import TASKS
+from istar.models import tiny
 from istar.regularizers import CosReg
+from istar.runs.tasks import TASKS
+from istar.texts import demo
 from tests.finetune.training.conftest import trainer
 from tests.forks import run_in_processes
 

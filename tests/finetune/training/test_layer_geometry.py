@@ -22,15 +22,16 @@ from transformers import (
 )
 
 from istar.errors import UserError
-from istar.finetune.runs.run import run
+from istar.finetune.config import AdamWConfig, Config
+from istar.finetune.execute.run import run
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.finetune.training import FineTuner, ValidationGeometry
 from istar.geometry.collect.layer_outputs import Taps
-from istar.inputs import demo, tiny
 from istar.measures import isoscore
-from istar.records import results
-from istar.records.config import AdamWConfig, Config
-from istar.records.task_specs import TASKS
+from istar.models import tiny
+from istar.runs.record import read_result
+from istar.runs.tasks import TASKS
+from istar.texts import demo
 from tests.jobs import Start, starting
 
 Build = Callable[..., Config]
@@ -103,7 +104,7 @@ def test_a_layer_without_variance_ends_no_run(small: Build, tmp_path: Path) -> N
     before = record.isotropy["before"]
     assert [layer for layer, score in before.items() if math.isnan(score)] == ["2"]
     assert not math.isnan(record.isotropy["after"]["2"])
-    assert results.read_result(get_run_folder(small(), record.name)).isotropy["before"].keys() == before.keys()
+    assert read_result(get_run_folder(small(), record.name)).isotropy["before"].keys() == before.keys()
 
 
 def test_layers_of_gpt2_are_those_of_istar_measure(setting, harness) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch.testing import assert_close
 
 from istar.errors import NonFiniteError, UserError
-from istar.finetune.runs.run import run
+from istar.finetune.config import Config
+from istar.finetune.execute.run import run
 from istar.finetune.training import FineTuner
 from istar.finetune.training import module as module_of_tuner
-from istar.records import results
-from istar.records.config import Config
 from istar.regularizers import CosReg, IStar
+from istar.runs.record import read_result
 
 Build = Callable[..., Config]
 ACCUMULATE = 2
@@ -125,15 +125,15 @@ def test_the_run_says_what_broke_what_is_kept_and_what_helps(small: Build, monke
     assert message.startswith("step 6: the norm of the gradient is nan; the last good state is ")
     assert "step-4.ckpt; lower optim.lr" in message
     [folder] = Path(config.run.root).glob("demo-*")
-    assert results.read_result(folder).status == "failed"
-    assert results.read_result(folder).error == message
+    assert read_result(folder).status == "failed"
+    assert read_result(folder).error == message
 
     # The same command with `skip` resumes the run from the last good state.
     record = run(small("trainer.max_epochs=2", "reg=none", "trainer.nonfinite=skip"))
     assert record.name == folder.name
     assert record.status == "finished"
     assert record.skipped_steps == 1
-    assert results.read_result(folder).skipped_steps == 1
+    assert read_result(folder).skipped_steps == 1
 
 
 def test_stop_does_not_go_on_with_a_run_that_has_skipped_steps(small: Build, monkeypatch: pytest.MonkeyPatch):

@@ -21,11 +21,11 @@ from torch.testing import assert_close
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from istar.errors import UserError
+from istar.finetune.config import AdamWConfig
+from istar.finetune.config.groups import TorchOptimConfig
 from istar.finetune.training.coupled_adam import CoupledAdam
 from istar.finetune.training.optimizers import make_optimizer
 from istar.hidden_states.sharding import is_sharded_tensor
-from istar.records.config import AdamWConfig
-from istar.records.config.groups import TorchOptimConfig
 from istar.regularizers import CosReg
 from tests.forks import run_in_processes
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from istar.finetune.runs import precision as precision_module
-from istar.finetune.runs.identify import resolve_config
+from istar.finetune.config import TrainerConfig
+from istar.finetune.execute import precision as precision_module
+from istar.finetune.execute.identify import resolve_config
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import ShrinkageCovariance, ValidationGeometry
-from istar.records.config import TrainerConfig
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1
 

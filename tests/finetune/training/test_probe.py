@@ -12,13 +12,13 @@ from scipy.stats import kurtosis
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import NonFiniteError, UserError
-from istar.finetune.runs.run import run
+from istar.finetune.config import Config
+from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.finetune.training import FineTuner
 from istar.finetune.training.layer_geometry import GeometryProbe
-from istar.records.config import Config
-from istar.records.task_specs import TASKS
+from istar.runs.tasks import TASKS
 from tests.jobs import Start, starting
 from tests.oracles import algorithm_1
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 
+from istar.finetune.config import AdamWConfig, DataConfig, ModelConfig
 from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
@@ -22,10 +23,9 @@ from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovarian
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
-from istar.inputs import pretrained
-from istar.records.config import AdamWConfig, DataConfig, ModelConfig
-from istar.records.task_specs import TASKS
+from istar.models import pretrained
 from istar.regularizers import CosReg, IStar
+from istar.runs.tasks import TASKS
 from tests.finetune.training.conftest import trainer
 from tests.finetune.training.test_tokens_per_second import Clock, Rates
 from tests.forks import run_in_processes

@@ -14,8 +14,8 @@ from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import FineTuner, ShrinkageCovariance, progress
 from istar.finetune.training.progress import RunProgress
 from istar.finetune.training.trainer import StopAfterLastStep
-from istar.records.results import PROGRESS
 from istar.regularizers import IStar
+from istar.runs.record import PROGRESS
 from tests.finetune.training.conftest import Setting, trainer
 
 VALIDATED = {"limit_val_batches": 1.0, "log_every_n_steps": 1}

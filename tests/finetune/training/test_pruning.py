@@ -6,11 +6,11 @@ from pathlib import Path
 import optuna
 import pytest
 
-from istar.finetune.runs.run import run
+from istar.finetune.config import Config, SweepConfig
+from istar.finetune.execute.run import run
 from istar.finetune.sweeps.study import Study
 from istar.finetune.sweeps.trials import make_search_spaces
-from istar.records import results
-from istar.records.config import Config, SweepConfig
+from istar.runs.record import read_result
 
 EPOCHS = 2
 
@@ -51,7 +51,7 @@ def test_a_run_is_pruned_after_an_epoch_that_is_worse_than_others(
     assert record.status == ("finished" if epochs == EPOCHS else "pruned")
     assert len(record.epochs) == epochs
     [result] = Path(small().run.root).glob("demo-*/result.json")
-    assert results.read_result(result.parent) == record
+    assert read_result(result.parent) == record
     # After the last epoch there is nothing to decide, so that no value is reported.
     accuracies = [entry["metrics"]["accuracy"] for entry in record.epochs]
     assert 0 < accuracies[0] < 1

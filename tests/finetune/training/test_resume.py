@@ -11,17 +11,17 @@ import pytest
 from istar.errors import UserError
 from istar.files import writing
 from istar.files.outputs import run_output
-from istar.finetune.runs import record as record_module
-from istar.finetune.runs.run import run
+from istar.finetune.config import Config
+from istar.finetune.execute import recording
+from istar.finetune.execute.run import run
 from istar.finetune.training import FineTuner, ShrinkageCovariance
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.hidden_states.attached_penalty import weight_at
-from istar.inputs import pretrained
-from istar.records import results
-from istar.records.config import Config
+from istar.models import pretrained
 from istar.reports.run_frame import read_runs
+from istar.runs.record import CONFIG, read_result, read_start_time
 from tests.outcomes import assert_same, only_run, outcome
 
 Build = Callable[..., Config]
@@ -116,13 +116,13 @@ def test_a_resumed_run_began_when_it_was_first_started(small: Build, monkeypatch
         run(config)
     monkeypatch.setattr(FineTuner, "training_step", original)
     [folder] = Path(config.run.root).glob("demo-*")
-    start_time = results.read_start_time(folder)
+    start_time = read_start_time(folder)
     assert test_start <= datetime.fromisoformat(start_time) <= datetime.now(UTC)
-    assert results.read_start_time(folder.parent) is None
+    assert read_start_time(folder.parent) is None
     # Pretend that the run began in 2020.
-    path = folder / results.CONFIG
+    path = folder / CONFIG
     text = path.read_text().replace(start_time, "2020-01-01T00:00:00+00:00", 1)
-    run_output(folder).write({results.CONFIG: text.encode()})
+    run_output(folder).write({CONFIG: text.encode()})
     [unfinished_start_time] = read_runs(folder.parent).frame["began"]
     assert unfinished_start_time == run(config).timing["began"] == "2020-01-01T00:00:00+00:00"
     [finished_start_time] = read_runs(folder.parent).frame["began"]
@@ -144,9 +144,9 @@ INTERRUPTIONS = [
     pytest.param(AtomicCheckpointIO, "save_checkpoint", 3, id="checkpoint behind an epoch", marks=pytest.mark.slow),
     pytest.param(writing, "_sync_folder", 6, id="a checkpoint written, not its rows", marks=pytest.mark.slow),
     pytest.param(pretrained, "save", 1, id="saving the model", marks=pytest.mark.slow),
-    pytest.param(results, "write_predictions", 1, id="writing predictions", marks=pytest.mark.slow),
-    pytest.param(results, "write_result", 1, id="writing the result", marks=pytest.mark.slow),
-    pytest.param(record_module, "remove_old_checkpoints", 1, id="tidying up", marks=pytest.mark.slow),
+    pytest.param(recording, "write_predictions", 1, id="writing predictions", marks=pytest.mark.slow),
+    pytest.param(recording, "write_result", 1, id="writing the result", marks=pytest.mark.slow),
+    pytest.param(recording, "remove_old_checkpoints", 1, id="tidying up", marks=pytest.mark.slow),
 ]
 
 
@@ -243,7 +243,7 @@ ACROSS_EPOCHS = (
 @pytest.mark.parametrize("count", [4, 7])
 def test_validations_and_checkpoints_across_epochs(run_interrupted, run_uninterrupted, count):
     folder = run_uninterrupted(*ACROSS_EPOCHS)
-    steps = [(entry["epoch"], entry["step"]) for entry in results.read_result(folder).epochs]
+    steps = [(entry["epoch"], entry["step"]) for entry in read_result(folder).epochs]
     assert steps == [(1, 2), (2, 4), (2, 5)]
     assert_same(run_interrupted(FineTuner, "training_step", count, *ACROSS_EPOCHS), folder)
 
@@ -260,7 +260,7 @@ def test_a_validation_follows_the_last_step(run_uninterrupted, interval, steps):
     """Two epochs of five micro-batches and three steps."""
     settings = ("trainer.check_val_every_n_epoch=null", "trainer.early_stopping=null")
     overrides = (f"trainer.val_check_interval={interval}", *settings)
-    assert [entry["step"] for entry in results.read_result(run_uninterrupted(*overrides)).epochs] == steps
+    assert [entry["step"] for entry in read_result(run_uninterrupted(*overrides)).epochs] == steps
 
 
 EVERY_SECOND_EPOCH = ("trainer.check_val_every_n_epoch=2", "trainer.max_epochs=3")
@@ -350,7 +350,7 @@ def test_an_interrupted_run_cannot_be_observed_from_its_middle(before, after, me
 def test_arguments_of_lightning_trainer(run_uninterrupted):
     """Ten batches, five steps, an epoch; a validation of eight examples every four batches and after the last step."""
     folder = run_uninterrupted(*MID_EPOCH)
-    record = results.read_result(folder)
+    record = read_result(folder)
     steps = [(entry["epoch"], entry["step"]) for entry in record.epochs]
     assert steps == [(1, 2), (1, 4), (2, 6)]
     assert record.data["validation"] == {"validation": 8}
@@ -378,5 +378,5 @@ def test_when_checkpoints_are_written(run_uninterrupted, checkpoint_paths, inter
 def test_a_run_that_had_stopped_early_stays_stopped(run_interrupted, run_uninterrupted):
     overrides = ("trainer.early_stopping=1", "trainer.max_epochs=6", "optim.lr=1e-9", "task.limit_train=8", "reg=none")
     folder = run_interrupted(pretrained, "save", 1, *overrides)
-    assert len(results.read_result(folder).epochs) == 2
+    assert len(read_result(folder).epochs) == 2
     assert_same(folder, run_uninterrupted(*overrides))

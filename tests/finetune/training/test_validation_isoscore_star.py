@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from istar.errors import UserError
-from istar.finetune.runs.run import run
+from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training.final_geometry import StateReader, compute_isoscore_star_by_layer
 from tests.finetune.training.test_final_geometry import compute_states_by_example, find_run_folder

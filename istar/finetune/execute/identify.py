@@ -1,0 +1,281 @@
+"""The first step of a run: finds out from config, data and model which run it is, and whether it is finished.
+
+Large libraries are imported within the functions, because their import takes seconds, and a sweep looks up thousands of
+runs without training.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from istar.errors import UserError, did_you_mean
+from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
+from istar.finetune.config import Config, DataConfig, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
+from istar.finetune.config.schema import to_dict
+from istar.finetune.config.trainer_arguments import redundant_arguments
+from istar.finetune.execute import extras, precision
+from istar.runs.identity import identity_hash, shorten_model_name
+from istar.runs.tasks import HELD_OUT, TASKS, TaskSpec
+
+if TYPE_CHECKING:
+    from istar.finetune.execute.examples import Examples
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """A run before anything is built for it.
+
+    Attributes:
+        config: settings, with values that depend on the machine or the time resolved.
+        data_fingerprint: hash of the training and validation examples; of a stream, of its `DocumentStream.digest`.
+        model_identity: see `identify_model`.
+        folder: folder of the run, named after a hash of config, data and model.
+    """
+
+    config: Config
+    spec: TaskSpec
+    examples: "Examples"
+    data_fingerprint: str
+    model_identity: str
+    folder: Path
+
+
+def identify(config: Config) -> RunIdentity:
+    """Resolve the config, load the data, and return which run the config describes.
+
+    Raises:
+        UserError: if a package is missing, the settings contradict each other, or the data cannot be loaded.
+    """
+    config = resolve_config(config)
+    if isinstance(config.logger, TensorBoardConfig):
+        extras.require("logger=tensorboard", "tensorboard")
+    if config.model.lora:
+        extras.require("model.lora=true", "lora")
+    spec = find_task_spec(config.task)
+    precision.check_precision_support(config.trainer)
+    examples, data_fingerprint = _load_fingerprinted_examples(spec, config)
+    model_identity = identify_model(config.model)
+    folder = run_folder_path(config, data_fingerprint, model_identity)
+    return RunIdentity(config, spec, examples, data_fingerprint, model_identity, folder)
+
+
+def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examples", str]:
+    from istar.finetune.execute.examples import load_examples
+    from istar.finetune.tasks.loading import fingerprint
+
+    examples = load_examples(spec, config.task, config.data.cache_dir)
+    data_fingerprint = fingerprint(examples.train, *examples.validation)
+    if examples.stream is not None:
+        data_fingerprint = hashlib.sha256(f"{data_fingerprint} {examples.stream.digest}".encode()).hexdigest()
+    return examples, data_fingerprint
+
+
+def resolve_config(config: Config) -> Config:
+    """Return the config with `trainer.precision=auto` replaced by a precision and a hub model's branch by its commit.
+
+    Both are part of the hash in the run's name, and all processes of the run must use the same values.
+
+    Raises:
+        UserError: if `resolve_model` fails.
+    """
+    return replace(config, trainer=precision.choose_precision(config.trainer), model=resolve_model(config.model))
+
+
+def resolve_model(config: ModelConfig) -> ModelConfig:
+    """Return the config of a hub model with its branch or tag replaced by the commit, so that all its files match.
+
+    A tokenizer from the hub becomes `<hub id>@<commit>`. Other models and tokenizers are left unchanged.
+
+    Raises:
+        UserError: if `istar.models.hub.find_commit` does not find the commit.
+    """
+    if config.is_tiny:
+        return config
+    from istar.models.hub import find_commit, is_hub_id
+
+    if config.architecture is None and is_hub_id(config.name):
+        config = replace(config, revision=find_commit(config.name, config.revision, "model"))
+    if config.tokenizer is not None and not config.trains_tokenizer:
+        name, _, revision = config.tokenizer.partition("@")
+        if is_hub_id(name):
+            config = replace(config, tokenizer=f"{name}@{find_commit(name, revision or None, 'model')}")
+    return config
+
+
+def find_task_spec(config: TaskConfig) -> TaskSpec:
+    """Return the specification of a config's task; `validation_fraction` adds `HELD_OUT` to its validation sets.
+
+    Raises:
+        UserError: if the task is unknown, `task.submission=true` and the task lacks a submission file, or
+            `task.stream=true` and the task is not language modelling.
+    """
+    spec = TASKS.get(config.name)
+    if spec is None:
+        hint = did_you_mean(config.name, TASKS)
+        raise UserError(f"task.name={config.name} is not known{hint}; one of {', '.join(TASKS)}")
+    if config.submission and not any(split.submission for split in spec.test):
+        raise UserError(f"task.submission=true, but {spec.name} is not one of GLUE's tasks and has no submission file")
+    if config.stream and not spec.is_language_modelling:
+        raise UserError(f"task.stream=true needs a task of language modelling, such as clm or mlm, not {spec.name}")
+    if config.validation_fraction is not None:
+        return replace(spec, validation=(*spec.validation, HELD_OUT))
+    return spec
+
+
+def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) -> Path:
+    """Return the path of a run's folder; its name ends with a hash of config, data and model.
+
+    `config` is the result of `resolve_config`, and `model_identity` of `identify_model`.
+    """
+    digest = identity_hash(_normalize_config(config), data_fingerprint, model_identity)
+    name = "-".join([config.task.name, shorten_model_name(config.model.name), config.reg.name, digest])
+    return Path(config.run.root).expanduser() / name
+
+
+def _normalize_config(config: Config) -> dict[str, Any]:
+    """Return the config as nested dictionaries that are equal for configs of the same run.
+
+    Values that have no effect, or that mean the same as the default, are replaced by the default.
+    """
+    settings, spec = to_dict(config), find_task_spec(config.task)
+    task, trainer = settings["task"], settings["trainer"]
+    # The fingerprint of the data covers these two.
+    task["limit_train"] = task["limit_validation"] = None
+    model = settings["model"]
+    if not config.model.trains_tokenizer:
+        model["vocab_size"] = ModelConfig.vocab_size
+    if not config.model.lora:
+        for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
+            model[key] = getattr(ModelConfig, key)
+    if config.task.max_length == spec.max_length:
+        task["max_length"] = None
+    if spec.kind != "span":
+        for key in ("doc_stride", "n_best", "max_answer_length"):
+            task[key] = getattr(TaskConfig, key)
+    if not spec.is_language_modelling:
+        task["packing"] = TaskConfig.packing
+    if spec.kind != "masked_lm":
+        task["whole_word"] = TaskConfig.whole_word
+    if config.task.stream:
+        settings["data"]["group_by_length"] = DataConfig.group_by_length
+    else:
+        task["shuffle_blocks"] = TaskConfig.shuffle_blocks
+    if config.trainer.stop_at_inter_sim is None:
+        trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
+    trainer["devices"] = num_devices = _count_devices(config.trainer)
+    if not config.task.stream and getattr(config.reg, "sync", True):
+        # W processes with batches of B examples train as one process does with batches of W * B examples.
+        settings["data"]["batch_size"] *= num_devices * config.trainer.num_nodes
+        trainer["devices"] = trainer["num_nodes"] = 1
+    for name in redundant_arguments(config.trainer.lightning):
+        del trainer[name]
+    return settings
+
+
+def _count_devices(settings: TrainerConfig) -> int:
+    if type(settings.devices) is int and settings.devices > 0:
+        return settings.devices
+    # `auto`, -1 or a list depend on the hardware.
+    from istar.finetune.training.trainer import build_bare_trainer
+
+    return build_bare_trainer(settings).num_devices
+
+
+class RunFolders:
+    """Finds the folders of many runs, and loads each data set and hashes each model only once."""
+
+    def __init__(self) -> None:
+        self._resolved_values_by_model: dict[str, dict[str, Any]] = {}
+        self._examples_by_data: dict[str, tuple[str, int]] = {}  # fingerprint and number of training examples
+        self._identity_by_model: dict[str, str] = {}
+
+    def find(self, config: Config) -> Path:
+        """Return the path of a run's folder, whether it exists or not.
+
+        Raises:
+            UserError: if the run's data cannot be loaded, or `resolve_model` fails.
+        """
+        config = self.resolve(config)
+        data_key = _make_data_key(config.task)
+        model_key = _make_model_key(config.model)
+        if data_key not in self._examples_by_data:
+            # Test sets are not part of a run's hash.
+            task = replace(config.task, submission=False)
+            spec = find_task_spec(config.task)
+            examples, fingerprint = _load_fingerprinted_examples(spec, replace(config, task=task))
+            self._examples_by_data[data_key] = fingerprint, len(examples.train)
+        if model_key not in self._identity_by_model:
+            self._identity_by_model[model_key] = identify_model(config.model)
+        return run_folder_path(config, self._examples_by_data[data_key][0], self._identity_by_model[model_key])
+
+    def resolve(self, config: Config) -> Config:
+        """Return the config with its model resolved by `resolve_model`; all runs of a model get the same commit."""
+        model_key = _make_model_key(config.model)
+        if model_key not in self._resolved_values_by_model:
+            resolved = resolve_model(config.model)
+            self._resolved_values_by_model[model_key] = {"revision": resolved.revision, "tokenizer": resolved.tokenizer}
+        return replace(config, model=replace(config.model, **self._resolved_values_by_model[model_key]))
+
+    def num_training_examples(self, config: Config) -> int:
+        """Return the number of training examples of a run, or 0 if `find` has not loaded its data."""
+        return self._examples_by_data.get(_make_data_key(config.task), ("", 0))[1]
+
+
+def _make_data_key(task: TaskConfig) -> str:
+    """Return a key that is equal for task configs that load the same examples."""
+    return repr(replace(task, max_length=None, submission=False))
+
+
+def _make_model_key(model: ModelConfig) -> str:
+    """Return a key that is equal for model configs that `resolve_model` and `identify_model` treat alike."""
+    return repr([model.name, model.revision, model.architecture, model.pretrained, model.tokenizer])
+
+
+def identify_model(config: ModelConfig) -> str:
+    """Return a string that identifies a model: hub id and commit, or the hash of the files of a local folder.
+
+    The base models of adapters in a folder are part of its identity. The weights are ignored if they are not loaded
+    (`pretrained=False`). A model with a new architecture is called "new", because its config identifies it. If the
+    tokenizer is not the model's own, its identity is appended. `config` is the result of `resolve_model`.
+    """
+    if config.architecture is not None:
+        identity = "new"
+    elif config.is_tiny or not Path(config.name).is_dir():
+        identity = f"{config.name}@{config.revision or 'main'}"
+    else:
+        identity = _hash_model_folder(Path(config.name), include_weights=config.pretrained)
+    if config.tokenizer is None:
+        return identity
+    # The fingerprint of the data covers the text that a tokenizer is trained on.
+    if config.trains_tokenizer or not Path(config.tokenizer).is_dir():
+        return f"{identity} tokenizer {config.tokenizer}"
+    return f"{identity} tokenizer {_hash_model_folder(Path(config.tokenizer), include_weights=False)}"
+
+
+def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Path, ...] = ()) -> str:
+    """Return the hash of a folder's files; of adapters, followed by the identity of their base model.
+
+    `dependents` are the folders with adapters that led to this folder.
+    """
+    digest = hashlib.blake2b()
+    for path in list_visible(folder):
+        is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
+        is_included = include_weights if is_weights else path.suffix in (".json", ".txt", ".model")
+        if path.is_file() and is_included:
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+    path = folder / ADAPTER_CONFIG_FILE
+    if not path.is_file():
+        return digest.hexdigest()
+    from istar.models.adapters import read_base_config
+
+    base = read_base_config(folder)
+    if folder.resolve() in dependents:
+        raise UserError(f"{path}: its base model {base.name} leads back to {folder}")
+    if Path(base.name).is_dir():
+        base_identity = _hash_model_folder(Path(base.name), include_weights, (*dependents, folder.resolve()))
+    else:
+        base_identity = identify_model(resolve_model(base) if include_weights else base)
+    return f"{digest.hexdigest()} base {base_identity}"

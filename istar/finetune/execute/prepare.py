@@ -1,0 +1,294 @@
+"""The second step of a run: loads the tokenizer and the model's config, and tokenizes the data."""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import tokenizers
+import transformers
+from datasets import Dataset
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from istar.errors import UserError, shorten
+from istar.files.writing import atomic_folder, cache_folder
+from istar.finetune.config import Config
+from istar.finetune.execute.examples import Examples
+from istar.finetune.execute.identify import RunIdentity
+from istar.finetune.tasks.blocks import Corpus, load_or_tokenize_corpus
+from istar.finetune.tasks.evaluation import Evaluator, constant_baseline
+from istar.finetune.tasks.features import Collator, FeatureRows, TokenizedRows, featurize, limit_max_length
+from istar.finetune.tasks.language_modelling import (
+    BlockCollator,
+    BlockRows,
+    LanguageModelEvaluator,
+    Masking,
+    cut_into_blocks,
+    find_block_tokens,
+)
+from istar.finetune.tasks.stream_blocks import StreamedBlocks
+from istar.finetune.training.data import Collate, build_evaluation_loader
+from istar.models import attention, pretrained
+from istar.runs.tasks import TaskSpec
+
+_MAX_TOKENIZER_CHARACTERS = 100_000_000  # of a stream that a tokenizer is trained on
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The tokenized data of a run.
+
+    Attributes:
+        examples: the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`.
+        train, validation, test: tokenized rows of the splits; of a stream, `train` is a sample of training blocks.
+        evaluators: evaluator of each validation set, by the suffix of its metrics.
+        test_evaluators: evaluator of each test set.
+        corpus: tokens of the training data, for language modelling without a stream only.
+        stream: all blocks of the training data, with `task.stream=true` only.
+    """
+
+    examples: Examples
+    train: TokenizedRows
+    validation: list[TokenizedRows]
+    test: list[TokenizedRows]
+    evaluators: dict[str, Any]
+    test_evaluators: Sequence[Evaluator] = ()
+    corpus: Corpus | None = None
+    stream: StreamedBlocks | None = None
+
+    def compute_baseline(
+        self, spec: TaskSpec, collate: Collate, batch_size: int, vocabulary_size: int
+    ) -> dict[str, float]:
+        """Compute the metrics of a prediction that ignores the input, on the first validation set.
+
+        The result is empty for a stream, because its tokens are not counted.
+        """
+        if self.stream is not None:
+            return {}
+        if self.corpus is None:
+            return constant_baseline(spec, self.examples.train, self.examples.validation[0])
+        rows = self.validation[0]
+        batches = build_evaluation_loader(rows, collate, batch_size, range(len(rows)))
+        labels: list[Tensor] = [batch["labels"][:, 1:] if _is_causal(spec) else batch["labels"] for batch in batches]
+        evaluator: LanguageModelEvaluator = self.evaluators[""]
+        return evaluator.unigram_baseline(self.corpus, labels, vocabulary_size)
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run with its tokenizer, the config of its model and its tokenized data."""
+
+    identity: RunIdentity
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PretrainedConfig
+    data: PreparedData
+
+
+def prepare(identity: RunIdentity) -> PreparedRun:
+    """Load the tokenizer and the config of the model, and tokenize the data; write only into the cache.
+
+    Raises:
+        UserError: if tokenizer, model, penalty and data do not fit together.
+    """
+    config, spec = identity.config, identity.spec
+    tokenizer = load_or_train_tokenizer(identity)
+    model_config = pretrained.load_config(config.model, spec, tokenizer)
+    config.reg.check_layers(model_config.num_hidden_layers)
+    data = prepare_data(spec, config, identity.examples, tokenizer, model_config)
+    return PreparedRun(identity, tokenizer, model_config, data)
+
+
+def prepare_data(
+    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
+) -> PreparedData:
+    """Tokenize all splits of a task, or read them from the cache of tokenized data.
+
+    Raises:
+        UserError: if the data do not fit the task or the model.
+    """
+    max_length = limit_max_length(tokenizer, model_config, config.task.max_length, spec.max_length)
+    if spec.is_language_modelling:
+        return _prepare_documents(spec, config, examples, tokenizer, max_length)
+    return _prepare_labelled(spec, config, examples, tokenizer, max_length)
+
+
+def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run's model, or train one on the training texts and keep it in the cache.
+
+    Of a stream, it is trained on a sample of documents with 100 million characters.
+
+    Raises:
+        UserError: see `istar.models.pretrained.load_tokenizer`.
+    """
+    config = identity.config
+    examples = identity.examples
+    if not config.model.trains_tokenizer:
+        return pretrained.load_tokenizer(config.model)
+    data_and_model = [repr(config.model), identity.model_identity, identity.data_fingerprint]
+    key_parts = [*data_and_model, tokenizers.__version__, transformers.__version__]
+    cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
+    folder = cache_folder(config.data.cache_dir) / "tokenizers" / cache_key
+    if not folder.exists():
+        if examples.stream is not None:
+            texts: Any = _take_characters(examples.stream.iterate_sample(), _MAX_TOKENIZER_CHARACTERS)
+        else:
+            text_columns = [examples.train[name] for name in identity.spec.text_columns]
+            texts = text_columns[0] if len(text_columns) == 1 else list(chain(*text_columns))
+        tokenizer = pretrained.load_tokenizer(config.model, texts)
+        try:
+            with atomic_folder(folder) as temporary_folder:
+                tokenizer.save_pretrained(temporary_folder)
+        except OSError as error:
+            raise UserError(f"the tokenizer cannot be cached: {shorten(error)}; set another data.cache_dir") from error
+    # The process that trained the tokenizer loads it, too, so that all processes have the same object.
+    return pretrained.load_tokenizer(replace(config.model, tokenizer=str(folder)))
+
+
+def _take_characters(texts: Iterable[str], num_characters: int) -> Iterator[str]:
+    """Yield the first texts with at least this number of characters in total."""
+    for text in texts:
+        yield text
+        num_characters -= len(text)
+        if num_characters <= 0:
+            return
+
+
+def make_collator(
+    spec: TaskSpec, config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> Collate:
+    """Create the collator of a task, which makes a batch for the model out of rows."""
+    if not spec.is_language_modelling:
+        return Collator(tokenizer, with_positions=attention.accepts_position_ids(model))
+    return BlockCollator(tokenizer.pad_token_id, _make_isolation_function(spec, config, model), _is_causal(spec))
+
+
+def _make_isolation_function(
+    spec: TaskSpec, config: Config, model: PreTrainedModel
+) -> Callable[[Tensor], dict[str, Tensor]] | None:
+    """Return a function that computes the model inputs that keep the documents of a packed block apart.
+
+    Returns None if documents are not packed, or, with a warning, if the model lacks such inputs.
+    """
+    if not config.task.packing:
+        return None
+    isolation_inputs = attention.isolation(model)
+    if isolation_inputs is None:
+        log.warning(
+            "%s attends across the documents of a block, because it has no inputs that prevent it; "
+            "task.packing=false gives each document blocks of its own",
+            model.config.model_type,
+        )
+        return None
+    return partial(attention.make_isolating_inputs, isolation_inputs, is_causal=_is_causal(spec))
+
+
+def _is_causal(spec: TaskSpec) -> bool:
+    return spec.kind == "causal_lm"
+
+
+def _prepare_documents(
+    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> PreparedData:
+    cache_dir = cache_folder(config.data.cache_dir)
+    masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
+    document_sets = examples.validation if examples.stream is not None else (examples.train, *examples.validation)
+    corpora = [load_or_tokenize_corpus(documents, tokenizer, cache_dir) for documents in document_sets]
+    all_rows = [
+        BlockRows(cut_into_blocks(spec, corpus, tokenizer, max_length, config.task.packing), masking, config.seed)
+        for corpus in corpora
+    ]
+    if examples.stream is None:
+        stream, train, validation = None, all_rows[0], all_rows[1:]
+    else:
+        prefix, suffix = find_block_tokens(spec, tokenizer)
+        stream = StreamedBlocks(
+            documents=examples.stream,
+            tokenizer=tokenizer,
+            prefix=prefix,
+            suffix=suffix,
+            length=max_length,
+            packing=config.task.packing,
+            masking=masking,
+            seed=config.seed,
+            window_blocks=math.ceil(config.task.shuffle_blocks / config.data.batch_size) * config.data.batch_size,
+        )
+        train, validation = stream.sample_rows(), all_rows
+    validation = [rows.take_first(_count_evaluated_rows(config, len(rows))) for rows in validation]
+    evaluators = {
+        split.suffix: LanguageModelEvaluator(spec, len(rows))
+        for split, rows in zip(spec.validation, validation, strict=True)
+    }
+    corpus = corpora[0] if stream is None else None
+    return PreparedData(examples, train, list(validation), [], evaluators, corpus=corpus, stream=stream)
+
+
+def _prepare_labelled(
+    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> PreparedData:
+    tokenize = partial(
+        featurize,
+        spec,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        doc_stride=config.task.doc_stride,
+        cache_dir=cache_folder(config.data.cache_dir),
+    )
+    train = tokenize(examples.train, training=True)
+
+    def tokenize_evaluation_set(dataset: Dataset, is_cut: bool) -> tuple[Dataset, Dataset]:
+        features = tokenize(dataset, training=False)
+        max_features = _count_evaluated_rows(config, len(features)) if is_cut else len(features)
+        return _take_first_features(dataset, features, max_features)
+
+    validation = [tokenize_evaluation_set(dataset, is_cut=True) for dataset in examples.validation]
+    test = [tokenize_evaluation_set(dataset, is_cut=config.trainer.fast_dev_run) for dataset in examples.test]
+    examples = replace(
+        examples, validation=[dataset for dataset, _ in validation], test=[dataset for dataset, _ in test]
+    )
+    evaluators = {
+        split.suffix: Evaluator(spec, dataset, features, config.task.n_best, config.task.max_answer_length)
+        for split, (dataset, features) in zip(spec.validation, validation, strict=True)
+    }
+    return PreparedData(
+        examples,
+        FeatureRows(train),
+        [FeatureRows(features) for _, features in validation],
+        [FeatureRows(features) for _, features in test],
+        evaluators,
+        [Evaluator(spec, dataset, features) for dataset, features in test],
+    )
+
+
+def _count_evaluated_rows(config: Config, num_rows: int) -> int:
+    """Return how many rows of an evaluation set to use under `fast_dev_run` and `limit_val_batches`.
+
+    The set is cut beforehand because Lightning would skip batches, but metrics need predictions for complete sets.
+    """
+    batch_limit = 1 if config.trainer.fast_dev_run else config.trainer.limit_val_batches
+    max_rows = (
+        batch_limit * config.data.eval_batch_size if type(batch_limit) is int else max(1, int(batch_limit * num_rows))
+    )
+    return min(num_rows, max_rows)
+
+
+def _take_first_features(examples: Dataset, features: Dataset, max_features: int) -> tuple[Dataset, Dataset]:
+    """Return as many of the first examples as have at most `max_features` features in total, and these features.
+
+    An example has one feature or, for questions with answer spans, one for each window of its text.
+    """
+    if len(features) <= max_features:
+        return examples, features
+    example_ids = features["example_id"][: max_features + 1]
+    # The first feature beyond the limit belongs to this example; all examples before it are complete.
+    num_complete = example_ids[max_features]
+    if num_complete == 0:
+        raise UserError(f"the first example has more than {max_features} windows; set a larger data.eval_batch_size")
+    return examples.select(range(num_complete)), features.select(range(example_ids.index(num_complete)))

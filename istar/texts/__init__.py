@@ -1,0 +1,1 @@
+"""Texts, read from files or the hub, and how they are tokenized."""

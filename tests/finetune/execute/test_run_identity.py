@@ -1,0 +1,361 @@
+"""Equal configs are the same run; another value of a key that affects the result makes another run."""
+
+import hashlib
+import io
+import json
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from istar.errors import UserError
+from istar.finetune.config import ModelConfig
+from istar.finetune.execute import execute as execute_module
+from istar.finetune.execute import precision
+from istar.finetune.execute.finished_runs import read_finished_run
+from istar.finetune.execute.identify import RunFolders, identify, identify_model, run_folder_path
+from istar.finetune.execute.run import run
+from istar.runs.record import RunRecord, read_result, write_result
+from tests.finetune.execute.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
+from tests.finished_runs import make_finished_record
+
+
+def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    levels = [logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")]
+    first = run(config)
+    # The signals and the loggers are the caller's again.
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert [logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")] == levels
+    modification_times = {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")}
+    # No model is loaded and nothing is trained.
+    monkeypatch.setattr(execute_module, "assemble", None)
+    console = Console(width=120, file=io.StringIO())
+    second = run(small("logger=csv", "trainer.log_every_n_steps=5", "data.num_workers=0"), console)
+    assert second == first
+    assert {path: path.stat().st_mtime_ns for path in Path(config.run.root).rglob("*")} == modification_times
+    assert "run.overwrite=true" in console.file.getvalue()  # type: ignore[attr-defined]
+    # Of several processes, only rank 0 prints.
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(logging.getLogger("istar"), "setLevel", lambda level: None)  # the level would remain
+    other_console = Console(width=120, file=io.StringIO())
+    assert run(config, other_console) == first
+    assert other_console.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "measure_bfloat16_ratio", lambda device: 50.0)
+    chosen, named = (identify(small(f"trainer.precision={precision}")) for precision in ("auto", "32-true"))
+    assert chosen.config == named.config
+    assert chosen.folder == named.folder
+
+
+def test_overwrite_keeps_the_old_folder(small: Build, caplog: pytest.LogCaptureFixture) -> None:
+    config = small()
+    folder = identify(config).folder
+    write_result(make_finished_record(folder.name, config), folder)
+    (folder / "notes.txt").write_text("mine")
+    (Path(config.run.root) / f"{folder.name}.old-1").mkdir()
+    record = run(small("run.overwrite=true"))
+    assert record == read_result(folder)
+    assert folders_in(Path(config.run.root)) == [record.name, f"{record.name}.old-1", f"{record.name}.old-2"]
+    assert (Path(config.run.root) / f"{record.name}.old-2" / "notes.txt").read_text() == "mine"
+    assert not (place(config, record) / "notes.txt").exists()
+    assert "it is kept as" in caplog.text
+
+
+def test_a_finished_run_must_hold_what_is_requested_now(small: Build, tmp_path: Path) -> None:
+    run_overrides = ("run.geometry=false", "run.save_model=false")
+
+    def look_up_finished_run(*overrides: str, **fields: Any) -> RunRecord | None:
+        """Look up a run that was finished without any output files, with these overrides."""
+        folder = tmp_path / "finished"
+        write_result(make_finished_record("finished", small(*run_overrides), **fields), folder)
+        return read_finished_run(folder, small(*overrides))
+
+    assert look_up_finished_run(*run_overrides) is not None
+    for key, missing_file in (
+        ("run.geometry", "geometry.json"),
+        ("run.save_model", "model/"),
+        ("task.submission", "submission/"),
+    ):
+        with pytest.raises(UserError, match=rf"without {missing_file}; {key}=false accepts it; run\.overwrite=true"):
+            look_up_finished_run(*run_overrides, f"{key}=true")
+    with pytest.raises(UserError, match=r"was run without trainer\.monitor_isotropy"):
+        look_up_finished_run(*run_overrides, "trainer.monitor_isotropy=true")
+    assert look_up_finished_run(*run_overrides, "trainer.nonfinite=skip", skipped_steps=3) is not None
+    with pytest.raises(UserError, match=r"has skipped 3 steps; trainer\.nonfinite=skip accepts it"):
+        look_up_finished_run(*run_overrides, skipped_steps=3)
+
+
+def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp_path: Path) -> None:
+    accepted = ("run.geometry=false", "run.save_model=false")
+
+    def look_up(record_overrides: tuple[str, ...], *overrides: str) -> RunRecord | None:
+        write_result(make_finished_record("finished", small(*accepted, *record_overrides)), tmp_path)
+        return read_finished_run(tmp_path, small(*accepted, *overrides))
+
+    measured = ("trainer.measure_every_n_steps=2",)
+    for steps in ("2", "4", "null"):
+        assert look_up(measured, f"trainer.measure_every_n_steps={steps}") is not None
+    for steps, examples in (("3", "64"), ("2", "8")):
+        with pytest.raises(
+            UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_examples=64"
+        ):
+            look_up(measured, f"trainer.measure_every_n_steps={steps}", f"trainer.measure_examples={examples}")
+    with pytest.raises(UserError, match=r"was run with trainer\.measure_every_n_steps=null trainer\.measure_ex"):
+        look_up((), *measured)
+
+
+def test_a_finished_run_must_have_kept_the_requested_models(small: Build, tmp_path: Path) -> None:
+    accepted = ("run.geometry=false", "run.save_model=false")
+    epoch = {"epoch": 1, "step": 4, "metrics": {"accuracy": 0.5}, "isotropy": {"union": 0.2}}
+    write_result(make_finished_record("finished", small(*accepted), epochs=[epoch]), tmp_path)
+    for step in (0, 2, 4):
+        (tmp_path / "models" / f"step-{step}").mkdir(parents=True)
+
+    def look_up(schedule: str) -> RunRecord | None:
+        return read_finished_run(tmp_path, small(*accepted, f"trainer.keep_models={schedule}"))
+
+    # The models of a coarser schedule are among these; without a schedule nothing is missing.
+    for schedule in ("2", "4", "null"):
+        assert look_up(schedule) is not None
+    with pytest.raises(
+        UserError, match=r"without models/step-1/ of trainer\.keep_models=log; trainer\.keep_models=null"
+    ):
+        look_up("log")
+    (tmp_path / "models" / "step-2").rmdir()
+    with pytest.raises(UserError, match=r"without models/step-2/"):
+        look_up("2")
+
+
+def test_the_seed_decides_everything(small: Build, tmp_path: Path) -> None:
+    def measure_and_predict(*overrides: str) -> tuple[list[Any], list[Any]]:
+        config = small("task.limit_train=16", "run.geometry=false", *overrides)
+        record = run(config)
+        return everything_measured(record), rows_of(place(config, record) / "predictions.jsonl")
+
+    first = measure_and_predict()
+    torch.rand(3)
+    second = measure_and_predict(f"run.root={tmp_path / 'elsewhere'}", f"data.cache_dir={tmp_path / 'cache'}")
+    assert first == second
+    other_seed = measure_and_predict("seed=43")
+    assert other_seed[0][3]["before"] != first[0][3]["before"]
+    assert other_seed[1] != first[1]
+
+
+@pytest.mark.slow
+def test_the_evaluation_batch_matters_only_to_rounding(cached_run: Callable[..., Any]) -> None:
+    _, small_batches, _ = cached_run("task=demo", "reg=istar")
+    _, large_batches, _ = cached_run("task=demo", "reg=istar", "data.eval_batch_size=24")
+    # The evaluation batches change the rounding of the shrinkage covariance, and its padding if that is included.
+    assert small_batches.name != large_batches.name
+    assert large_batches.metrics == pytest.approx(small_batches.metrics, rel=1e-4)
+    assert large_batches.isotropy["after"] == pytest.approx(small_batches.isotropy["after"], rel=1e-3)
+
+
+def test_the_place_of_the_data_does_not_count_but_its_content_does(small: Build, tmp_path: Path) -> None:
+    original, same_content = rte(tmp_path / "first"), rte(tmp_path / "copy")
+    other_content = rte(tmp_path / "other", positive=lambda number: number % 2 == 1)
+    names = [
+        RunFolders().find(small(*TINY, "task=rte", f"task.data_dir={data_dir}")).name
+        for data_dir in (original, same_content, other_content)
+    ]
+    assert names[0] == names[1] != names[2]
+
+
+def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
+    configs = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
+    names = {run_folder_path(config, "data", "model").name for config in configs}
+    assert len(names) == 1
+    assert run_folder_path(small("trainer.devices=2"), "data", "model").name not in names
+
+
+@pytest.mark.parametrize(
+    ("settings", "are_the_same"),
+    [
+        ((), True),
+        (("reg=cosreg",), True),
+        (("reg.sync=false",), False),
+        (("task=clm", "task.stream=true", "trainer.max_steps=9"), False),
+    ],
+)
+def test_a_global_batch_is_the_same_run_however_it_is_divided(
+    composed: Build, settings: tuple[str, ...], are_the_same: bool
+) -> None:
+    divisions = [
+        ("data.batch_size=8",),
+        ("data.batch_size=4", "trainer.devices=2"),
+        ("data.batch_size=2", "trainer.devices=2", "trainer.num_nodes=2"),
+    ]
+    configs = [composed("task=rte", "reg=istar", *settings, *division) for division in divisions]
+    names = {run_folder_path(config, "data", "model").name for config in configs}
+    assert len(names) == (1 if are_the_same else len(divisions))
+    other = composed("task=rte", "reg=istar", *settings, "data.batch_size=4", "trainer.num_nodes=3")
+    assert run_folder_path(other, "data", "model").name not in names
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [
+        ("rte", ["task.max_length=256"]),
+        ("rte", ["task.limit_train=100", "task.limit_validation=50"]),
+        ("rte", ["task.doc_stride=64", "task.n_best=5", "task.max_answer_length=9"]),
+        ("rte", ["trainer.inter_sim_patience=5"]),
+        ("rte", ["trainer.val_check_interval=1.0", "trainer.limit_train_batches=1.0", "trainer.max_time=null"]),
+        ("rte", ["trainer.val_check_interval=null", "trainer.limit_val_batches=null", "trainer.max_steps=null"]),
+        ("rte", ["trainer.gradient_clip_algorithm=norm", "trainer.detect_anomaly=false"]),
+        ("squad", ["task.max_length=384"]),
+        ("rte", ["model.vocab_size=500", "model.lora_r=3", "model.lora_dropout=0.5"]),
+        ("rte", ["model.load_in=float32", "model.lora=false", "model.attn_implementation=null"]),
+    ],
+)
+def test_values_without_an_effect_do_not_count(composed: Build, task: str, other: list[str]) -> None:
+    """The limits of the data have no effect on the name, because the fingerprint of the data stands for them."""
+    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [
+        ("rte", ["task.max_length=128"]),
+        ("rte", ["trainer.stop_at_inter_sim=0.5", "trainer.inter_sim_patience=5"]),
+        # One batch rather than all of them.
+        ("rte", ["trainer.limit_train_batches=1"]),
+        ("rte", ["trainer.max_steps=5"]),
+        ("rte", ["trainer.inference_mode=null"]),
+        # Without checkpoints the result is that of the last epoch.
+        ("rte", ["trainer.checkpoints=false"]),
+        ("squad", ["task.doc_stride=64"]),
+        ("squad", ["task.n_best=5"]),
+        ("squad", ["task.max_answer_length=9"]),
+        ("rte", ["model.load_in=bf16"]),
+        ("rte", ["model.lora=true"]),
+        ("rte", ["model.attn_implementation=eager"]),
+    ],
+)
+def test_values_with_an_effect_count(composed: Build, task: str, other: list[str]) -> None:
+    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
+    assert names[0] != names[1]
+
+
+def test_new_models_are_named_by_their_values(composed: Build) -> None:
+    override_lists = [[], ["model.config.hidden_size=64"], ["model.vocab_size=500"], ["model.architecture=albert"]]
+    configs = [composed("task=rte", "model=small_encoder", *overrides) for overrides in override_lists]
+    assert len({run_folder_path(config, "data", identify_model(config.model)).name for config in configs}) == 4
+    # The name of a new model is a label.
+    labelled_configs = [composed("task=rte", "model=small_encoder", f"model.name={name}") for name in ("a", "b")]
+    hashes = {
+        run_folder_path(config, "data", identify_model(config.model)).name.split("-")[-1] for config in labelled_configs
+    }
+    assert len(hashes) == 1
+
+
+def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -> None:
+    names = [
+        run_folder_path(composed(f"reg.zeta={zeta}", f"reg.num_points={num_points}"), "data", "model").name
+        for zeta in (0, 0.2)
+        for num_points in (1000, 2000)
+    ]
+    assert names[0] == names[1]
+    assert names[2] != names[3]
+
+
+def test_processes_that_would_train_different_runs_are_refused(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute_module, "all_gather_object", lambda name: [name, "another-run"])
+    with pytest.raises(UserError, match=r"about to train different runs \(another-run, demo-.*send the same command"):
+        run(small())
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["reg.target=input_embeddings", "reg.points=content", "reg.max_norm_ratio=3", "reg.schedule=linear",
+     "reg.refresh_every_n_steps=10"],
+)  # fmt: skip
+def test_settings_of_a_penalty_give_another_name(composed: Build, override: str) -> None:
+    names = {run_folder_path(composed("task=rte", *overrides), "data", "model").name for overrides in ((), (override,))}
+    assert len(names) == 2
+
+
+def test_values_without_an_effect_on_embeddings_do_not_count(composed: Build) -> None:
+    overrides = ("task=rte", "reg.target=input_embeddings")
+    names = {
+        run_folder_path(composed(*overrides, *extra), "data", "model").name
+        for extra in ([], ["reg.zeta=0.8"], ["reg.layers=last"], ["reg.sync=false"], ["reg.refresh_every_n_steps=5"])
+    }
+    assert len(names) == 1
+
+
+def make_adapters(folder: Path, base: Path | str, **settings: Any) -> Path:
+    """Write a folder as peft does; only the names of its files matter to the identity."""
+    folder.mkdir()
+    values = {"base_model_name_or_path": str(base), **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    (folder / "adapter_model.safetensors").write_bytes(b"adapters")
+    return folder
+
+
+@pytest.fixture
+def base_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_the_identity_of_adapters_covers_their_base_model(
+    tmp_path: Path, base_folder: Path, monkeypatch: pytest.MonkeyPatch, is_chain: bool, is_relative: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = make_adapters(tmp_path / "adapters", "base" if is_relative else base_folder)
+    if is_chain:
+        folder = make_adapters(tmp_path / "further", "adapters" if is_relative else folder)
+    trained, new = (ModelConfig(name=str(folder), pretrained=is_pretrained) for is_pretrained in (True, False))
+    as_tokenizer = ModelConfig(name="tiny", pretrained=False)
+    as_tokenizer.tokenizer = str(folder)
+    first = [identify_model(config) for config in (trained, new, as_tokenizer)]
+    (base_folder / "model.safetensors").write_text("other weights")
+    second = [identify_model(config) for config in (trained, new, as_tokenizer)]
+    assert second[0] != first[0]
+    assert second[1:] == first[1:]
+    (base_folder / "tokenizer.json").write_text('{"other": 1}')
+    third = [identify_model(config) for config in (trained, new, as_tokenizer)]
+    assert all(one != other for one, other in zip(second, third, strict=True))
+
+
+def test_adapters_that_are_their_own_base_are_refused(tmp_path: Path) -> None:
+    make_adapters(tmp_path / "a", tmp_path / "b")
+    make_adapters(tmp_path / "b", tmp_path / "a")
+    with pytest.raises(UserError, match=r"adapter_config\.json: .* leads back to .*a$") as error:
+        identify_model(ModelConfig(name=str(tmp_path / "a")))
+    assert "\n" not in str(error.value)
+
+
+def test_a_sweep_hashes_the_weights_of_a_model_once(
+    composed: Build, base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    original = hashlib.file_digest
+
+    def record(file: Any, name: Any) -> Any:
+        hashed.append(Path(file.name).name)
+        return original(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", record)
+    folders = RunFolders()
+    overrides = ["model.lora=true", "model.lora_r=4", "model.load_in=bf16", "model.compile=true", "seed=7"]
+    small = ("task.limit_train=8", "task.limit_validation=8", f"model.name={base_folder}")
+    changes = [(), *((override,) for override in overrides)]
+    paths = {folders.find(composed("task=demo", "model=auto", *small, *change)) for change in changes}
+    assert hashed.count("model.safetensors") == 1
+    assert len(paths) > 4

@@ -1,0 +1,119 @@
+"""Models and checkpoints named on a command line, with names that look like labels, revisions and patterns."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, BertModel
+
+from istar.cli.main import main
+from istar.errors import UserError
+from istar.models import tiny
+from istar.models.saved_checkpoints import ModelArgument, find_checkpoints, find_revisions, parse_models
+from istar.texts import demo
+
+
+def write_model(folder: Path, file_name: str = "config.json", step: int | None = None) -> Path:
+    """Write a folder that is a model by its files, for tests that read no weights."""
+    folder.mkdir(parents=True)
+    (folder / file_name).write_text("{}")
+    if step is not None:
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return folder
+
+
+@pytest.mark.parametrize("folder", ["lr=0.1/model", "a=b", "exp [old]", "a@b=c", "runs/lr=0.1,wd=0"])
+@pytest.mark.parametrize("label", ["", "x=", "x=y="])
+def test_names_of_folders_are_taken_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, label: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / folder)
+    for name in (folder, str(tmp_path / folder)):
+        assert parse_models([label + name]) == [ModelArgument(label.removesuffix("="), name)]
+
+
+def test_labels_stay_in_the_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for label in ("", ".", ".."):
+        with pytest.raises(UserError, match="cannot name a folder"):
+            parse_models([f"{label}=org/model"])
+    folder = write_model(tmp_path / "runs" / "a" / "b")
+    monkeypatch.chdir(folder)
+    arguments = [".", "..", f"../x={folder}", "org/bert@a/b", "/"]
+    assert [model.default_label for model in parse_models(arguments)] == ["b", "a", ".._x", "bert-a_b", "_"]
+    with pytest.raises(UserError, match="cannot name a folder"):
+        find_revisions("org/model", ["."])
+    assert [(checkpoint.label, checkpoint.name) for checkpoint in find_checkpoints(".")] == [("b", ".")]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "steps"),
+    [
+        ("exp [old]", [5, 10]), ("exp [old]/checkpoint-*", [5, 10]), ("exp [old]/checkpoint-[15]*", [5, 10]),
+        ("exp [old]/checkpoint-10", [10]), ("exp*/checkpoint-*", [5, 10]), ("r*/*/exp [old]/*", [5]),
+        ("runs/exp [[]old]/*", []), ("x?", [7]), ("x?/", [7]), ("x?/../x?", [7]), ("checkpoint-*", []), ("", []),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_what_exists_is_no_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, steps: list[int], is_absolute: bool
+) -> None:
+    for step in (10, 5):
+        write_model(tmp_path / "exp [old]" / f"checkpoint-{step}", step=step)
+    write_model(tmp_path / "exp [old]" / ".checkpoint-15", step=15)
+    write_model(tmp_path / "runs" / "a" / "exp [old]" / "checkpoint-5", step=5)
+    write_model(tmp_path / "x?", step=7)
+    write_model(tmp_path / "xo", step=8)
+    monkeypatch.chdir(tmp_path)
+    pattern = str(tmp_path / pattern) if is_absolute and pattern else pattern
+    if not steps:
+        with pytest.raises(UserError, match="matches no model"):
+            find_checkpoints(pattern)
+    else:
+        checkpoints = find_checkpoints(pattern)
+        assert [checkpoint.step for checkpoint in checkpoints] == steps
+        assert all(Path(checkpoint.name).is_absolute() == is_absolute for checkpoint in checkpoints)
+
+
+def test_folders_of_adapters_alone_are_checkpoints(tmp_path: Path) -> None:
+    for step in (500, 1000):
+        write_model(tmp_path / "out" / f"checkpoint-{step}", "adapter_config.json", step)
+    (tmp_path / "out" / "runs").mkdir()
+    for pattern in ("out", "out/*", "out/checkpoint-*"):
+        steps = {checkpoint.label: checkpoint.step for checkpoint in find_checkpoints(str(tmp_path / pattern))}
+        assert steps == {"checkpoint-500": 500, "checkpoint-1000": 1000}
+    # The final adapters, which `save_model` writes next to the checkpoints.
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    assert [checkpoint.step for checkpoint in find_checkpoints(str(tmp_path / "out"))] == [500, 1000]
+    for file_name in ("config.json", "adapter_config.json"):
+        run = write_model(tmp_path / file_name / "model", file_name).parent
+        assert ModelArgument("", str(run)).model_name == str(run / "model")
+        assert [checkpoint.name for checkpoint in find_checkpoints(str(run))] == [str(run / "model")]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("blank_figures")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_checkpoints_with_adapters_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peft = pytest.importorskip("peft")
+    tokenizer = tiny.make_tokenizer(demo.vocabulary())
+    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    BertModel(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    training, text_path = tmp_path / "exp [old]", tmp_path / "text.txt"
+    for step in (2, 4):
+        base = BertModel.from_pretrained(tmp_path / "base")
+        lora = peft.LoraConfig(target_modules=["dense"], init_lora_weights=False)  # random adapters
+        peft.get_peft_model(base, lora).save_pretrained(training / f"checkpoint-{step}")
+        (training / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    text_path.write_text("the cat sees the dog\nthe dog sees the house\n" * 10)
+    options = ["--text", str(text_path), "--device", "cpu", "--json", "--groups", "0"]
+    assert main(["measure", "--checkpoints", str(training), "--out", str(tmp_path / "out"), *options]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    score_by_step = {row["step"]: row["isoscore"] for row in rows if row["layer"] == "layer_1"}
+    for step in (2, 4):
+        command = ["measure", str(training / f"checkpoint-{step}"), "--out", str(tmp_path / f"out-{step}"), *options]
+        assert main(command) == 0
+        [layers] = json.loads(capsys.readouterr().out).values()
+        assert [row["isoscore"] for row in layers if row["layer"] == "layer_1"] == [score_by_step[step]]
+    assert len(set(score_by_step.values())) == 2
