@@ -5,10 +5,10 @@
     python -m benchmarks.finetune --task sst5 --data-dir data/sst --limit-train 1024
 
 istar executes `istar.finetune.execute.run.run` without a penalty, but with validation, isotropy, checkpoints and a
-result. The peers are `Trainer` with the settings of the example script `run_glue`, which pads every text to 128 tokens, and
-`Trainer` with dynamic padding and batches of texts of similar length. Neither writes checkpoints. All use the optimizer
-of run_glue: fused AdamW without weight decay, a linear schedule, and clipping at norm 1. Each run has a new process.
-For each seed, all contenders train one after the other, in an order that rotates from seed to seed.
+result. The peers are `Trainer` with the settings of the example script `run_glue`, which pads every text to 128 tokens,
+and `Trainer` with dynamic padding and batches of texts of similar length. Neither writes checkpoints. All use the
+optimizer of run_glue: fused AdamW without weight decay, a linear schedule, and clipping at norm 1. Each run has a new
+process. For each seed, all contenders train one after the other, in an order that rotates from seed to seed.
 
 The rate counts the training alone: the seconds from the first forward pass to the last optimizer step of each epoch,
 without the first step of the run, during which libraries are still being loaded. "First step" is the time from the

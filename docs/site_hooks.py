@@ -103,7 +103,9 @@ def config_page() -> str:
     """Every key of every group, with type, default and meaning."""
     from istar.finetune.config import groups, penalties
 
-    documented = {**field_docstrings(Path(groups.__file__)), **field_docstrings(Path(penalties.__file__))}
+    documented: dict[tuple[str, str], str] = {}
+    for path in Path(groups.__file__).parent.glob("*.py"):
+        documented |= field_docstrings(path)
     config_fields = [field for kind in penalties.PENALTIES.values() for field in dataclasses.fields(kind)]
     owners = {field.metadata["owner"] for field in config_fields if "owner" in field.metadata}
     for base in {base for owner in owners for base in owner.__mro__ if base.__module__.startswith("istar.")}:
@@ -115,7 +117,7 @@ def config_page() -> str:
         "the values that a command line results in. The options of each group (`task=rte`, `reg=istar`) are listed by "
         "[`istar train --help`](commands.md#istar-train).",
     ]
-    for title, prefix, kind in _config_classes(groups, penalties):
+    for title, prefix, kind in _config_classes():
         parts += [f"## {title}", inspect.cleandoc(kind.__doc__ or "")]
         rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for field in dataclasses.fields(kind):
@@ -128,15 +130,17 @@ def config_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _config_classes(groups: Any, penalties: Any) -> Iterator[tuple[str, str, Any]]:
+def _config_classes() -> Iterator[tuple[str, str, Any]]:
+    from istar.finetune.config import groups, optim_config, output_config, penalties, sweep_config
+
     yield "Top level", "", groups.Config
     options_by_group = {
         "optim": {
-            "adamw`, `coupled_adam`, `muon": groups.AdamWConfig,
-            "sgd`, `adafactor`, `torch": groups.TorchOptimConfig,
+            "adamw`, `coupled_adam`, `muon": optim_config.AdamWConfig,
+            "sgd`, `adafactor`, `torch": optim_config.TorchOptimConfig,
         },
         "reg": penalties.PENALTIES,
-        "logger": {"csv": groups.LoggerConfig, "wandb": groups.WandbConfig},
+        "logger": {"csv": output_config.LoggerConfig, "wandb": output_config.WandbConfig},
     }
     for field in dataclasses.fields(groups.Config):
         if field.name in options_by_group:
@@ -144,7 +148,7 @@ def _config_classes(groups: Any, penalties: Any) -> Iterator[tuple[str, str, Any
                 yield f"`{field.name}`: `{name}`", f"{field.name}.", kind
         elif dataclasses.is_dataclass(field.type):
             yield f"`{field.name}`", f"{field.name}.", field.type
-    yield "`sweep`", "sweep.", groups.SweepConfig
+    yield "`sweep`", "sweep.", sweep_config.SweepConfig
 
 
 def _key(field: "dataclasses.Field[Any]") -> str:

@@ -56,14 +56,15 @@ ALLOWED = {
     "regularizers": {"errors", "measures"},
     "hidden_states": {"errors", "measures", "regularizers"},
     "integrations": {"errors", "files", "hidden_states", "measures", "regularizers"},
-    "records": {"errors", "files", "hidden_states", "regularizers"},
-    "inputs": {"errors", "files", "hidden_states", "records"},
-    "geometry": {"drawing", "errors", "files", "hidden_states", "inputs", "measures", "records", "statistics"},
-    "embeddings": {"drawing", "errors", "files", "inputs", "measures", "records", "statistics"},
-    "reports": {"drawing", "errors", "files", "measures", "records", "statistics"},
-    "finetune": {"drawing", "errors", "files", "hidden_states", "inputs", "measures", "records", "regularizers"},
-    "cli": {"drawing", "embeddings", "errors", "files", "finetune", "geometry", "inputs", "measures", "records",
-            "reports", "statistics"},
+    "runs": {"errors", "files"},
+    "models": {"errors", "files", "hidden_states", "runs"},
+    "texts": {"errors", "files", "models", "runs"},
+    "geometry": {"drawing", "errors", "files", "hidden_states", "measures", "models", "runs", "statistics", "texts"},
+    "embeddings": {"drawing", "errors", "files", "measures", "models", "runs", "statistics", "texts"},
+    "reports": {"drawing", "errors", "files", "measures", "runs", "statistics"},
+    "finetune": {"drawing", "errors", "files", "hidden_states", "measures", "models", "regularizers", "runs", "texts"},
+    "cli": {"drawing", "embeddings", "errors", "files", "finetune", "geometry", "measures", "models", "reports",
+            "runs", "statistics", "texts"},
 }  # fmt: skip
 LIBRARIES = {
     "measures": {"torch"},
@@ -72,7 +73,7 @@ LIBRARIES = {
     "hidden_states": {"torch", "accelerate"},  # accelerate only for the parameters that it has offloaded
     "errors": set(),
     "files": {"filelock", "yaml"},
-    "records": {"hydra", "lightning", "omegaconf", "torch", "yaml"},
+    "runs": {"torch"},
     "drawing": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich"},
     "reports": {"matplotlib", "numpy", "pandas", "rich", "scipy", "torch", "yaml"},
 }

@@ -15,7 +15,7 @@ from istar.errors import UserError, shorten
 from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
 from istar.files.parsing import read_json
 from istar.finetune.config import ModelConfig
-from istar.finetune.config.groups import ALL_LINEAR
+from istar.finetune.config.model_config import ALL_LINEAR
 from istar.runs.tasks import Kind
 
 if TYPE_CHECKING:

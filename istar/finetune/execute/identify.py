@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.errors import UserError, did_you_mean
+from istar.errors import UserError
 from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
-from istar.finetune.config import Config, DataConfig, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
-from istar.finetune.config.schema import to_dict
-from istar.finetune.config.trainer_arguments import redundant_arguments
+from istar.finetune.config import Config, ModelConfig, TaskConfig, TensorBoardConfig
+from istar.finetune.config.settings import settings_of
+from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import extras, precision
 from istar.runs.identity import identity_hash, shorten_model_name
-from istar.runs.tasks import HELD_OUT, TASKS, TaskSpec
+from istar.runs.tasks import TaskSpec
 
 if TYPE_CHECKING:
     from istar.finetune.execute.examples import Examples
@@ -103,83 +103,14 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def find_task_spec(config: TaskConfig) -> TaskSpec:
-    """Return the specification of a config's task; `validation_fraction` adds `HELD_OUT` to its validation sets.
-
-    Raises:
-        UserError: if the task is unknown, `task.submission=true` and the task lacks a submission file, or
-            `task.stream=true` and the task is not language modelling.
-    """
-    spec = TASKS.get(config.name)
-    if spec is None:
-        hint = did_you_mean(config.name, TASKS)
-        raise UserError(f"task.name={config.name} is not known{hint}; one of {', '.join(TASKS)}")
-    if config.submission and not any(split.submission for split in spec.test):
-        raise UserError(f"task.submission=true, but {spec.name} is not one of GLUE's tasks and has no submission file")
-    if config.stream and not spec.is_language_modelling:
-        raise UserError(f"task.stream=true needs a task of language modelling, such as clm or mlm, not {spec.name}")
-    if config.validation_fraction is not None:
-        return replace(spec, validation=(*spec.validation, HELD_OUT))
-    return spec
-
-
 def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) -> Path:
     """Return the path of a run's folder; its name ends with a hash of config, data and model.
 
     `config` is the result of `resolve_config`, and `model_identity` of `identify_model`.
     """
-    digest = identity_hash(_normalize_config(config), data_fingerprint, model_identity)
+    digest = identity_hash(settings_of(config), data_fingerprint, model_identity)
     name = "-".join([config.task.name, shorten_model_name(config.model.name), config.reg.name, digest])
     return Path(config.run.root).expanduser() / name
-
-
-def _normalize_config(config: Config) -> dict[str, Any]:
-    """Return the config as nested dictionaries that are equal for configs of the same run.
-
-    Values that have no effect, or that mean the same as the default, are replaced by the default.
-    """
-    settings, spec = to_dict(config), find_task_spec(config.task)
-    task, trainer = settings["task"], settings["trainer"]
-    # The fingerprint of the data covers these two.
-    task["limit_train"] = task["limit_validation"] = None
-    model = settings["model"]
-    if not config.model.trains_tokenizer:
-        model["vocab_size"] = ModelConfig.vocab_size
-    if not config.model.lora:
-        for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
-            model[key] = getattr(ModelConfig, key)
-    if config.task.max_length == spec.max_length:
-        task["max_length"] = None
-    if spec.kind != "span":
-        for key in ("doc_stride", "n_best", "max_answer_length"):
-            task[key] = getattr(TaskConfig, key)
-    if not spec.is_language_modelling:
-        task["packing"] = TaskConfig.packing
-    if spec.kind != "masked_lm":
-        task["whole_word"] = TaskConfig.whole_word
-    if config.task.stream:
-        settings["data"]["group_by_length"] = DataConfig.group_by_length
-    else:
-        task["shuffle_blocks"] = TaskConfig.shuffle_blocks
-    if config.trainer.stop_at_inter_sim is None:
-        trainer["inter_sim_patience"] = TrainerConfig.inter_sim_patience
-    trainer["devices"] = num_devices = _count_devices(config.trainer)
-    if not config.task.stream and getattr(config.reg, "sync", True):
-        # W processes with batches of B examples train as one process does with batches of W * B examples.
-        settings["data"]["batch_size"] *= num_devices * config.trainer.num_nodes
-        trainer["devices"] = trainer["num_nodes"] = 1
-    for name in redundant_arguments(config.trainer.lightning):
-        del trainer[name]
-    return settings
-
-
-def _count_devices(settings: TrainerConfig) -> int:
-    if type(settings.devices) is int and settings.devices > 0:
-        return settings.devices
-    # `auto`, -1 or a list depend on the hardware.
-    from istar.finetune.training.trainer import build_bare_trainer
-
-    return build_bare_trainer(settings).num_devices
 
 
 class RunFolders:

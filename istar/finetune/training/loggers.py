@@ -28,7 +28,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from istar.errors import UserError, shorten
 from istar.files.writing import write_text
 from istar.finetune.config import Config, TensorBoardConfig, WandbConfig
-from istar.finetune.config.groups import LIGHTNING_LOGGERS
+from istar.finetune.config.output_config import LIGHTNING_LOGGERS
 from istar.finetune.config.schema import to_dict
 from istar.finetune.config.trainer_arguments import check_argument_types
 from istar.finetune.training.history import MetricsFile

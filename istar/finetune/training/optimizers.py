@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from istar.errors import UserError
-from istar.finetune.config.groups import AdamWConfig, OptimConfig, TorchOptimConfig
+from istar.finetune.config.optim_config import AdamWConfig, OptimConfig, TorchOptimConfig
 from istar.finetune.training.coupled_adam import CoupledAdam
 from istar.hidden_states.model_layers import find_head_model
 from istar.models.model_files import get_embedding_weight

@@ -21,9 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from istar.errors import UserError, did_you_mean
 from istar.finetune.config import AdamWConfig, Config, WandbConfig, schema
-from istar.finetune.config.groups import SweepConfig, TorchOptimConfig, check_keys
+from istar.finetune.config.groups import check_keys
+from istar.finetune.config.optim_config import TorchOptimConfig
 from istar.finetune.config.penalties import PENALTIES, NoRegConfig
 from istar.finetune.config.schema import to_dict
+from istar.finetune.config.sweep_config import SweepConfig
 from istar.runs.identity import identity_hash
 from istar.runs.tasks import TASKS
 from tests.conftest import compose_fast, compose_in

@@ -17,7 +17,7 @@ from istar.finetune.config import Config
 from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.run import run
 from istar.finetune.training import FineTuner
-from istar.runs.record import read_result, write_result
+from istar.runs.record import read_result
 from istar.runs.tasks import TASKS
 from tests.jobs import Fork, at_once
 from tests.outcomes import only_run

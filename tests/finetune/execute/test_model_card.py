@@ -8,8 +8,8 @@ from huggingface_hub import ModelCard
 
 from istar.cli.main import main
 from istar.errors import UserError
+from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import model_card
-from istar.finetune.execute.identify import find_task_spec
 from istar.finetune.execute.model_card import make_model_card
 from istar.finetune.execute.run import run
 from istar.runs.record import write_result

@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import UserError
 from istar.finetune.config import TaskConfig
+from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute.examples import load_examples
-from istar.finetune.execute.identify import find_task_spec
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.runs.tasks import TASKS

@@ -1,0 +1,141 @@
+"""The settings of the trainer."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from istar.errors import UserError, check_at_least, check_one_of
+from istar.finetune.config.fields import FURTHER_KEYS, NOT_IN_IDENTITY
+from istar.finetune.config.trainer_arguments import check_trainer_arguments
+
+
+@dataclass
+class TrainerConfig:
+    """Duration, hardware and monitoring of the training.
+
+    Arguments of `lightning.Trainer` keep their names. Those without a field here are accepted too, for example
+    `trainer.benchmark=true`.
+    """
+
+    max_epochs: int = 3
+    """Number of epochs."""
+    max_steps: int | None = None
+    """Number of optimizer steps after which training stops, within `max_epochs`; null stops after the epochs."""
+    limit_train_batches: int | float = 1.0
+    """Number (2) or fraction (0.5) of an epoch's batches to train on; 1.0 or null uses all."""
+    limit_val_batches: int | float = 1.0
+    """Number or fraction of a validation set's batches to predict; 1.0 or null uses all."""
+    val_check_interval: int | float = 1.0
+    """Number of batches between two validations, or fraction of an epoch; 1.0 or null validates after each epoch."""
+    check_val_every_n_epoch: int | None = 1
+    """Epochs between two validations; null counts `val_check_interval` across epochs. Whatever the interval, the last
+    step has a validation."""
+    accumulate_grad_batches: int = 2
+    """Micro-batches per optimizer step."""
+    gradient_clip_val: float | None = 1.0
+    """Maximum norm of the gradient; null disables clipping."""
+    precision: str = "32-true"
+    """32-true, bf16-mixed, 16-mixed (CUDA only), or auto for the one that is fast on this machine."""
+    accelerator: str = field(default="auto", metadata=NOT_IN_IDENTITY)
+    """Hardware to train on: auto, cpu, gpu, or another accelerator of Lightning."""
+    devices: Any = 1
+    """Number of devices per node, a list of device indices, or auto. Each device has one process."""
+    num_nodes: int = 1
+    """Number of nodes (machines)."""
+    strategy: str = field(default="auto", metadata=NOT_IN_IDENTITY)
+    """auto, ddp, or fsdp, which shards the model over the processes; with several devices auto means ddp."""
+    early_stopping: int | None = None
+    """Number of validations without a better headline metric after which training stops; null never stops early."""
+    monitor_isotropy: bool = field(default=False, metadata=NOT_IN_IDENTITY)
+    """Also log the InterSim, norms and ranks of each layer after every validation."""
+    stop_at_inter_sim: float | None = None
+    """Mean InterSim of the layers, in [-1, 1], that stops training if it persists; null never stops."""
+    inter_sim_patience: int = 2
+    """Number of consecutive validations that must reach `stop_at_inter_sim`."""
+    checkpoints: bool = True
+    """Keep the best and the latest state. Without checkpoints, a run returns its last weights and cannot be resumed."""
+    checkpoint_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two checkpoints within an epoch; null writes none by this rule."""
+    checkpoint_every_n_minutes: float | None = field(default=10.0, metadata=NOT_IN_IDENTITY)
+    """Minutes between two checkpoints within an epoch; null writes none by this rule."""
+    keep_models: Any = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps after which the model is kept as `models/step-<n>/`: log (0, 1, 2, 4, ..., 512, then every 1000),
+    or a number n for every n steps; in both cases also the last step. null keeps none."""
+    measure_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two measurements of each layer's geometry, which are also made before training and at its
+    end; null measures none."""
+    measure_examples: int = field(default=64, metadata=NOT_IN_IDENTITY)
+    """Number of examples of the first validation set that `measure_every_n_steps` measures: a random sample, always the
+    same one."""
+    # Not in the identity: a run that finishes with `stop` has had no step that `skip` would have skipped.
+    nonfinite: str = field(default="stop", metadata=NOT_IN_IDENTITY)
+    """Reaction to a NaN or infinite loss or gradient: stop the run, or skip the optimizer step."""
+    deterministic: bool | str = False
+    """Use deterministic algorithms only; warn allows others, with a warning, where there is no deterministic one."""
+    fast_dev_run: bool = False
+    """Run one batch of training, validation and prediction, without checkpoints, to test a config."""
+    log_every_n_steps: int = field(default=10, metadata=NOT_IN_IDENTITY)
+    """Optimizer steps between two logged steps."""
+    progress_bar: bool = field(default=True, metadata=NOT_IN_IDENTITY)
+    """Print a line for each epoch and, on a terminal, show a bar of what the run does."""
+    lightning: dict[str, Any] = field(default_factory=dict, metadata=FURTHER_KEYS)
+    """Further arguments of `lightning.Trainer` by name, which are keys of the group: trainer.max_time=00:12:00:00."""
+
+    def __post_init__(self) -> None:
+        check_trainer_arguments(self.lightning, [f.name for f in fields(self)])
+        for name in ("limit_train_batches", "limit_val_batches", "val_check_interval"):
+            self._check_batch_limit(name)
+        for name in (
+            "max_epochs", "max_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "early_stopping",
+            "inter_sim_patience", "log_every_n_steps", "checkpoint_every_n_steps", "measure_every_n_steps",
+            "measure_examples",
+        ):  # fmt: skip
+            check_at_least(1, f"trainer.{name}", getattr(self, name))
+        if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
+            raise UserError(
+                f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
+            )
+        if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
+            raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")
+        minutes = self.checkpoint_every_n_minutes
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
+        if self.keep_models not in (None, "log") and not (type(self.keep_models) is int and self.keep_models > 0):
+            raise UserError(
+                f"trainer.keep_models={self.keep_models} is not a schedule; expected log, a whole number of optimizer "
+                "steps above 0, or null"
+            )
+        if type(self.deterministic) is not bool and self.deterministic != "warn":
+            raise UserError(f"trainer.deterministic={self.deterministic}; expected true, false or warn")
+        self._check_end()
+        check_one_of("trainer.strategy", self.strategy, ("auto", "ddp", "fsdp"))
+        if self.strategy == "fsdp" and self.precision == "16-mixed":
+            raise UserError("trainer.strategy=fsdp needs trainer.precision=bf16-mixed or 32-true, not 16-mixed")
+        check_one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
+        check_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
+
+    def _check_end(self) -> None:
+        """Check further arguments of Lightning about the end of the training, which needs a validation."""
+        max_time = self.lightning.get("max_time")
+        if max_time is not None and not isinstance(max_time, str | dict):
+            expected = "days:hours:minutes:seconds, e.g. 00:12:00:00"
+            raise UserError(f"trainer.max_time={max_time} is not a duration; expected {expected}")
+        if max_time is not None and self.check_val_every_n_epoch not in (None, 1):
+            raise UserError(
+                f"trainer.max_time={max_time} may end the training in an epoch without a validation; leave out "
+                f"trainer.check_val_every_n_epoch={self.check_val_every_n_epoch}"
+            )
+        for name in ("min_epochs", "min_steps"):
+            if self.max_steps is not None and self.lightning.get(name) is not None:
+                raise UserError(
+                    f"trainer.{name}={self.lightning[name]} may require more steps than trainer.max_steps="
+                    f"{self.max_steps} allows; leave out one of them"
+                )
+
+    def _check_batch_limit(self, name: str) -> None:
+        """Replace null by 1.0, which means the same, and check that a field is a number of batches or a fraction."""
+        value = getattr(self, name)
+        if value is None:
+            setattr(self, name, 1.0)
+        elif not (value > 0 if type(value) is int else isinstance(value, float) and 0 < value <= 1):
+            raise UserError(f"trainer.{name}={value}; expected a number of batches above 0, or a fraction in (0, 1]")
