@@ -18,7 +18,7 @@ from istar.cli.main import _make_parser, main
 from istar.models import tiny
 from istar.texts import demo
 from tests.embeddings.test_embed import TOKENIZER, build
-from tests.geometry.test_score_files import make_harness_results, write_file
+from tests.geometry.correlation.test_score_files import make_harness_results, write_file
 from tests.jobs import starting
 from tests.mock_hub import MockHub, Repository, glue_files, join_files, serving, use
 from tests.test_artefacts import ROWS

@@ -39,8 +39,8 @@ from istar.measures.spectrum import decompose_rows
 from istar.texts.corpus import Source
 from tests import oracles
 from tests.architectures import MODELS
+from tests.geometry.collect.test_stream import SENTENCES, TOKENIZER, bert
 from tests.geometry.synthetic import write_measures
-from tests.geometry.test_stream import SENTENCES, TOKENIZER, bert
 
 FALCON_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
 BLOOM = hf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50)

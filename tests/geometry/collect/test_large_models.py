@@ -23,7 +23,7 @@ from istar.geometry.collect.token_batch import TokenBatch
 from istar.hidden_states.offloading import find_input_device
 from istar.models.pretrained import load_encoder
 from istar.texts.corpus import Source
-from tests.geometry.test_stream import SENTENCES, TOKENIZER
+from tests.geometry.collect.test_stream import SENTENCES, TOKENIZER
 
 pytest.importorskip("accelerate")
 

@@ -16,9 +16,9 @@ import istar
 from istar.errors import UserError
 from istar.hidden_states import attach, shrinkage_covariance
 from istar.regularizers import CosReg, Points
+from tests.hidden_states.test_attach import Tower
 from tests.oracles import algorithm_1, stack
 from tests.penalties import WEIGHT, WIDTH, ZETA, Recording, gradients, sigma
-from tests.regularizers.test_attach import Tower
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 IDS: dict[str, Any] = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

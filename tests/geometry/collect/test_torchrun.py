@@ -14,10 +14,10 @@ from istar.cli.main import main
 from istar.geometry.collect.measures_file import read_measurement
 from istar.geometry.show import compare_page
 from tests.forks import run_in_processes
-from tests.geometry.test_stream import SENTENCES, TOKENIZER, bert, tolerance
+from tests.geometry.collect.test_stream import SENTENCES, TOKENIZER, bert, tolerance
 from tests.waiting import SECONDS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def leave_out_the_page(content: compare_page.PageContent, out: Path, contents: object) -> Path:

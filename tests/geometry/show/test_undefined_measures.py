@@ -24,8 +24,8 @@ from istar.geometry.collect.stream import Stream
 from istar.geometry.show import compare_page
 from istar.geometry.show.compare import MeasuredModel
 from istar.models import saved_checkpoints
-from tests.geometry.test_stream import SENTENCES, TOKENIZER
-from tests.geometry.test_trajectory import read_rows
+from tests.geometry.collect.test_stream import SENTENCES, TOKENIZER
+from tests.geometry.collect.test_trajectory import read_rows
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from istar.cli.main import main
-from tests.geometry.test_stream import compute_naive_measures
+from tests.geometry.collect.test_stream import compute_naive_measures
 
 pytestmark = pytest.mark.slow
 

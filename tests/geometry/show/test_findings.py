@@ -11,8 +11,8 @@ from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.findings import describe_findings, find_flags
 from istar.geometry.show.measured_training import MeasuredTraining, list_last_checkpoints
 from istar.measures.catalogue import MEASURES
+from tests.geometry.show.test_axis_figures import make_training
 from tests.geometry.synthetic import TAPS, make_measurements
-from tests.geometry.test_axis_figures import make_training
 
 T_QUANTILE = scipy.stats.t.ppf(0.975, 9)
 USUAL_MEASURES = {

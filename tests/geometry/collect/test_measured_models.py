@@ -18,7 +18,7 @@ from istar.geometry.collect.similarity import compute_mean_states
 from istar.models import tiny
 from istar.texts.corpus import Source
 from istar.texts.new_tokenizer import train_tokenizer
-from tests.geometry.test_architecture_matrix import CASES, EXPERTS, SEQ2SEQ, SHAPE
+from tests.geometry.collect.test_architecture_matrix import CASES, EXPERTS, SEQ2SEQ, SHAPE
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
 

@@ -31,12 +31,12 @@ from istar.geometry.show.compare import MeasuredModel
 from istar.models import tiny
 from istar.models.saved_checkpoints import Checkpoint
 from istar.texts import demo
+from tests.geometry.show.test_axis_figures import T_QUANTILE, make_training
 from tests.geometry.synthetic import TAPS, make_measurements, make_model, write_measures
-from tests.geometry.test_axis_figures import T_QUANTILE, make_training
 from tests.reports.test_report import balanced, contents, parsed
 from tests.waiting import SECONDS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 AXIS_FIGURES = {"isotropy", "directions", "dimension", "spectrum", "norms", "single_dimensions", "shares", "outliers"}
 STATE_FIGURES = {"spectra", "scales", "state_norms", "positions", "frequency", "partition", "final_norm"}
