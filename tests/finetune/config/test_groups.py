@@ -30,7 +30,7 @@ from istar.runs.identity import identity_hash
 from istar.runs.tasks import TASKS
 from tests.conftest import compose_fast, compose_in
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = Path(__file__).resolve().parents[3] / "conf"
 OPTIONS = sorted(
     [(path.parent.relative_to(CONF).as_posix(), path.stem) for path in CONF.rglob("*.yaml") if path.parent != CONF]
     + [("task", name) for name in TASKS]
