@@ -120,9 +120,15 @@ def test_all_processes_of_a_run_load_one_commit(hub: MockHub, small: Build, monk
 
 
 def test_a_complete_commit_and_a_folder_need_no_question(hub: MockHub, tmp_path: Path) -> None:
-    commit, folder = hub.repositories["models/org/tiny"].branches["main"], str(tmp_path)
+    commit, folder = hub.repositories["models/org/tiny"].branches["main"], tmp_path / "me@home"
+    folder.mkdir()
     assert resolve_model(ModelConfig("org/tiny", revision=commit)).revision == commit
-    for config in (ModelConfig(folder), ModelConfig(folder, pretrained=False), ModelConfig("tiny", pretrained=False)):
+    for config in (
+        ModelConfig(str(folder)),
+        ModelConfig(str(folder), pretrained=False),
+        ModelConfig("tiny", pretrained=False),
+        ModelConfig("mine", architecture="gpt2", pretrained=False, tokenizer=str(folder)),
+    ):
         assert resolve_model(config) == config
     assert hub.requests == []
 
