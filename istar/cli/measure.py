@@ -95,7 +95,7 @@ def measure_models(
 
     texts = [source.path for source in sources]
     for model, folder in folders.items():
-        page_folder.check(folder, compare_page.MODEL_KIND, (model.model_name, *texts))
+        page_folder.check(folder, compare_page.MODEL_KIND, (model.source.name, *texts))
     stream.wait_for_all_processes()  # a process that still checks the folder would remove another one's files
     console = make_console(stderr=True) if rank == 0 else None
     for model, folder in folders.items():

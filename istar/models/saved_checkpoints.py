@@ -42,15 +42,10 @@ class ModelArgument:
     revision: str | None = None  # revision on the hub
 
     @property
-    def model_name(self) -> str:
-        """Hub id or folder of the model; for a run of train.py, its folder `model`."""
-        model_folder = Path(self.name) / "model"
-        return str(model_folder) if is_model_folder(model_folder) else self.name
-
-    @property
     def source(self) -> ModelSource:
-        """Source of the model; raises a `UserError` if a folder has a revision."""
-        return ModelSource(self.model_name, self.revision)
+        """Source of the model, for a run of train.py its folder `model`; raises a `UserError` as `ModelSource`."""
+        model_folder = Path(self.name) / "model"
+        return ModelSource(str(model_folder) if is_model_folder(model_folder) else self.name, self.revision)
 
     @property
     def default_label(self) -> str:

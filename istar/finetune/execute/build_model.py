@@ -94,7 +94,7 @@ def build_model(
         UserError: if the model is not found or lacks a head of this kind, if weights outside the head are missing, or
             if the model cannot process the tokenizer's output.
     """
-    auto_class = get_auto_class(model_config, spec.kind, config.label)
+    auto_class = _get_auto_class(model_config, spec.kind, config.label)
     options: dict[str, Any] = {"dtype": get_dtype(config.load_in)}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
@@ -133,11 +133,7 @@ def build_model(
     return model.train()
 
 
-def get_auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
-    """Return the `AutoModelFor...` class that loads an architecture with the head for a kind of task.
-
-    Raises a `UserError` if transformers lacks such a head; the message names the model by `label`.
-    """
+def _get_auto_class(config: PreTrainedConfig, kind: Kind, label: str) -> Any:
     auto_class, architectures = _HEADS[kind]
     if type(config) not in architectures:
         raise UserError(
