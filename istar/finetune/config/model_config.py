@@ -91,7 +91,7 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """Name of the model in messages, such as `model gpt2`, which other commands than `istar train` print, too."""
+        """Name of the model in messages, such as `model gpt2`."""
         return f"model {self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
 
     @property
