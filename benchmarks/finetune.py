@@ -223,17 +223,18 @@ def train_by_trainer(settings: argparse.Namespace) -> float:
     import transformers
 
     from istar.finetune.config import ModelConfig
+    from istar.finetune.execute.build_config import build_config
+    from istar.finetune.execute.build_model import build_model, build_tokenizer
     from istar.finetune.tasks import metrics
     from istar.finetune.tasks.loading import load_splits
-    from istar.models import pretrained
     from istar.runs.tasks import TASKS
 
     spec = TASKS[settings.task]
     model_config = ModelConfig(settings.model or "tiny", pretrained=settings.model is not None)
-    tokenizer = pretrained.load_tokenizer(model_config)
+    tokenizer = build_tokenizer(model_config)
     transformers.set_seed(settings.seed)
-    encoder_config = pretrained.load_config(model_config, spec, tokenizer)
-    model = pretrained.load_model(model_config, spec, encoder_config, tokenizer)
+    encoder_config = build_config(model_config, spec, tokenizer)
+    model = build_model(model_config, spec, encoder_config, tokenizer)
     splits = load_splits(spec, settings.data_dir, ["train", "validation"])
     is_padded = settings.name == "padded"
 

@@ -39,10 +39,10 @@ from benchmarks.common import (
     time_in_rotation,
 )
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
-from istar.geometry.collect.measure import WEIGHT_DTYPES
 from istar.geometry.collect.stream import Stream
 from istar.measures.numerics import keep_freed_memory
 from istar.models import tiny
+from istar.models.pretrained import get_dtype
 from istar.texts.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
 
 PEER = "bare forward"
@@ -120,7 +120,7 @@ def random_model(options: argparse.Namespace) -> PreTrainedModel:
     heads = max(1, options.width // (256 if options.decoder else 32))
     config = make_config(options.layers, options.width, heads, options.decoder, options.vocabulary)
     with options.device:  # a GPU draws the random weights much faster
-        model: PreTrainedModel = AutoModel.from_config(config, dtype=WEIGHT_DTYPES[options.dtype])
+        model: PreTrainedModel = AutoModel.from_config(config, dtype=get_dtype(options.dtype))
     return model.eval()
 
 

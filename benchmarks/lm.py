@@ -127,13 +127,13 @@ def make_config(settings: argparse.Namespace) -> Any:
 
 def prepare_data(config: Any) -> tuple[Any, Any, Any]:
     """Return the rows of the training data, the model, and the function that makes a batch of rows for it."""
+    from istar.finetune.execute.build_model import build_model
     from istar.finetune.execute.identify import identify
     from istar.finetune.execute.prepare import make_collator, prepare
-    from istar.models import pretrained
 
     prepared = prepare(identify(config))
     spec, config, tokenizer = prepared.identity.spec, prepared.identity.config, prepared.tokenizer
-    model = pretrained.load_model(config.model, spec, prepared.model_config, tokenizer)
+    model = build_model(config.model, spec, prepared.model_config, tokenizer)
     return prepared.data.train, model, make_collator(spec, config, tokenizer, model)
 
 

@@ -58,7 +58,7 @@ SLOWEST_FILES = (
     "tests/finetune/execute/test_run_results.py",
     "tests/integrations/test_lightning.py",
     "tests/cli/test_train.py",
-    "tests/models/test_pretrained.py",
+    "tests/finetune/execute/test_build_model.py",
     "tests/finetune/execute/test_wandb.py",
     "tests/finetune/sweeps/test_planned_runs.py",
     "tests/geometry/collect/test_stream.py",

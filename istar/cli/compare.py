@@ -134,16 +134,16 @@ def _compute_similarities(
     """Return the CKA between the layers of each pair of models over documents of the texts; [] without texts."""
     if not sources or not options.cka_documents:
         return []
-    from istar.finetune.config import ModelConfig
     from istar.geometry.collect import similarity
+    from istar.models.model_source import ModelSource
 
     documents = similarity.read_first_documents(sources, options.cka_documents, options.shuffle_buffer, options.seed)
-    labels_and_configs = []
+    labels_and_sources = []
     for measured_model in measured_models:
         model = measured_model.measurements.model
-        labels_and_configs.append((measured_model.label, ModelConfig(name=model["name"], revision=model["revision"])))
+        labels_and_sources.append((measured_model.label, ModelSource(model["name"], model["revision"])))
     # All models see the same part of a document, unless their tokenizers differ.
     length = min(measured_model.measurements.settings["length"] for measured_model in measured_models)
     return similarity.compute_similarities(
-        labels_and_configs, documents, length, options.device, make_console(stderr=True), options.dtype
+        labels_and_sources, documents, length, options.device, make_console(stderr=True), options.dtype
     )

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     settings = embed_models.EmbeddingSettings(options.matrix, forms, options.components, options.policy)
     sources = corpus.parse_sources(options.text)
     paths = [Path(split_label(text)[1]) for text in options.wordsim] + [source.path for source in sources]
-    inputs = [model.config.name for model in models] + paths
+    inputs = [model.source.name for model in models] + paths
     page_folder.check(options.out, embed_page.EMBEDDINGS_KIND, inputs)
     # Saved results do not belong to the page, so that a page without --save does not remove them.
     saved_output = Output(options.out, "result of --save")
@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> None:
         saved_output.check((*embed_models.MATRIX_FILES, embed_models.MODEL_FOLDER), inputs)
     benchmarks = embed_models.read_benchmarks(options.wordsim)
     for model in models:  # what cannot be read or measured is refused before the first one is measured
-        pretrained.load_tokenizer(model.config)
-        matrix = embedding_matrix.read_matrix(model.config, options.matrix)
+        pretrained.load_tokenizer(model.source)
+        matrix = embedding_matrix.read_matrix(model.source, options.matrix)
         numerics.check_matrix(matrix.values, f"the {options.matrix} embeddings of {model.name}")
     console, measured_models = make_console(stderr=options.json), []
     with make_progress(make_console(stderr=True)) as progress:

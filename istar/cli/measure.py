@@ -95,16 +95,15 @@ def measure_models(
 
     texts = [source.path for source in sources]
     for model, folder in folders.items():
-        page_folder.check(folder, compare_page.MODEL_KIND, (model.model_name, *texts))
+        page_folder.check(folder, compare_page.MODEL_KIND, (model.source.name, *texts))
     stream.wait_for_all_processes()  # a process that still checks the folder would remove another one's files
     console = make_console(stderr=True) if rank == 0 else None
-    hardware = options.dtype, options.device
     for model, folder in folders.items():
         if console is not None and len(folders) > 1:
             console.print(f"measuring {model.default_label}", soft_wrap=True)
-        measurements = measure.measure_model(
-            model.model_name, sources, settings, folder, model.revision, *hardware, console, options.typed
-        )
+        opened_model = measure.open_model(model.source, options.dtype, options.device)
+        measurements = measure.measure_model(opened_model, sources, settings, folder, console, options.typed)
+        del opened_model  # its memory is needed for the next one
         if rank == 0:
             yield model, measurements, compare_page.write_model(measurements, folder, model.label)
 
@@ -154,7 +153,7 @@ def _print_trajectory(
             "--revisions, --checkpoints and <model>@<revision> do not go together, nor do several models; call istar "
             "measure for each training"
         )
-    steps = None if options.steps is None else saved_checkpoints.read_steps(options.steps)
+    steps = None if options.steps is None else trajectory.read_steps(options.steps)
     if options.checkpoints is not None:
         checkpoints = saved_checkpoints.find_checkpoints(options.checkpoints, steps)
     elif not models:

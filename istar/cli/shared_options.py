@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
 from istar.finetune.execute import extras
+from istar.models.model_source import DTYPES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,9 +78,15 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
     add("--measures", choices=("basic", "all"), default="basic", help=measures_help)
     add("--groups", type=int, default=10, help="groups of documents for standard errors; 0: none (default: 10)")
     add("--no-intra", action="store_true", help="leave out IntraSim; its memory grows with the number of words")
-    dtypes = ("float32", "float64", "bf16", "float16")
-    dtype, full_names = "data type of the weights, bf16 also as bfloat16 (default: float32)", {"bfloat16": "bf16"}
-    add("--dtype", type=lambda name: full_names.get(name, name), choices=dtypes, default="float32", help=dtype)
+    dtype_help = "data type of the weights, bf16 also as bfloat16 (default: float32)"
+    short_names = {full_name: name for name, full_name in DTYPES.items()}
+    add(
+        "--dtype",
+        type=lambda name: short_names.get(name, name),
+        choices=tuple(DTYPES),
+        default="float32",
+        help=dtype_help,
+    )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ... (default: auto)")
     maps = ("auto", "balanced", "balanced_low_0", "sequential")
     add("--device-map", choices=maps, help="instead of --device: place layers on GPUs, CPU and disk, by accelerate")

@@ -18,13 +18,13 @@ from istar.embeddings import token_frequencies, wordsim
 from istar.errors import UserError, shorten
 from istar.files.folders import split_label
 from istar.files.outputs import Output
-from istar.finetune.config import ModelConfig
 from istar.measures import all_but_the_top, centered, scaled_centered
 from istar.measures.matrix_forms import measure_forms, measure_matrix, project_rows
 from istar.measures.numerics import row_norms, upcast_blocks
 from istar.measures.spectrum import decompose_rows
 from istar.models import model_files, pretrained
 from istar.models.embedding_matrix import Matrix, Side, read_matrix
+from istar.models.model_source import ModelSource
 from istar.models.saved_checkpoints import ModelArgument, check_distinct_labels
 from istar.texts.corpus import Source
 
@@ -101,8 +101,8 @@ def measure_embeddings(
     the `settings.measured_forms`. Raises a `UserError` if the model or a text cannot be read, or the settings do not
     fit the matrix.
     """
-    tokenizer = pretrained.load_tokenizer(model.config)
-    matrix = read_matrix(model.config, settings.matrix)
+    tokenizer = pretrained.load_tokenizer(model.source)
+    matrix = read_matrix(model.source, settings.matrix)
     tokens = list_tokens(tokenizer, len(matrix.values))
     counts = token_frequencies.count_tokens(texts, tokenizer, len(tokens)) if texts else None
     unused_ids = token_frequencies.find_unused_tokens(tokens)
@@ -134,7 +134,7 @@ def measure_embeddings(
     projection = project_rows(matrix.values, spectra)
     return ModelEmbeddings(
         label=model.default_label,
-        metadata={**make_metadata(model.config, matrix), "components": settings.components},
+        metadata={**make_metadata(model.source, matrix), "components": settings.components},
         measures_by_form={form: measures_by_form[form] for form in settings.measured_forms},
         word_similarity=pd.DataFrame(similarity_rows, columns=SIMILARITY_COLUMNS),
         notes=notes,
@@ -149,11 +149,11 @@ def measure_embeddings(
     )  # fmt: skip
 
 
-def make_metadata(config: ModelConfig, matrix: Matrix) -> dict[str, Any]:
+def make_metadata(source: ModelSource, matrix: Matrix) -> dict[str, Any]:
     """Return the model's name and revision, the hash of the embedding matrix, and its tensor's name."""
     return {
-        "model": config.name,
-        "revision": config.revision,
+        "model": source.name,
+        "revision": source.revision,
         "weights": hashlib.blake2b(matrix.values.contiguous().numpy().tobytes(), digest_size=8).hexdigest(),
         "matrix": matrix.side,
         "tensor": matrix.tensor,
@@ -217,7 +217,7 @@ def measure_word_similarity(
 
 def process_matrix(model: ModelArgument, side: Side, form: str, components: int | None) -> tuple[Matrix, Tensor]:
     """Return a model's embedding matrix as it is stored, and in a form of `FORM_FUNCTIONS`."""
-    matrix = read_matrix(model.config, side)
+    matrix = read_matrix(model.source, side)
     return matrix, FORM_FUNCTIONS[form](matrix.values, components)
 
 
@@ -228,10 +228,10 @@ def make_matrix_files(
 
     `tokens.txt` has a JSON string for each row, or `null` for a row without a token. `settings` becomes metadata.
     """
-    metadata = {**make_metadata(model.config, matrix), **settings}
+    metadata = {**make_metadata(model.source, matrix), **settings}
     texts = {name: str(value) for name, value in metadata.items() if value is not None}
     tensors = save_tensors({f"{matrix.side}_embeddings": processed.contiguous()}, texts)
-    tokens = list_tokens(pretrained.load_tokenizer(model.config), len(processed))
+    tokens = list_tokens(pretrained.load_tokenizer(model.source), len(processed))
     lines = "".join(json.dumps(token) + "\n" for token in tokens)
     return dict(zip(MATRIX_FILES, (tensors, lines.encode()), strict=True))
 
@@ -242,15 +242,15 @@ def save_model(model: ModelArgument, matrix: Matrix, processed: Tensor, output: 
     Tied output embeddings stay tied, so that they are processed too. Raises a `UserError` if the folder cannot be
     written.
     """
-    model_class = type(model_files.build_meta_model(model.config))
-    loaded_model: Any = model_files.load_weights(model.config, model_class, lambda whole: whole, dtype="auto")
+    model_class = type(model_files.build_meta_model(model.source))
+    loaded_model: Any = model_files.load_weights(model.source, model_class, lambda whole: whole, dtype="auto")
     is_input = matrix.side == "input"
     layer = loaded_model.get_input_embeddings() if is_input else loaded_model.get_output_embeddings()
     with torch.no_grad():
         layer.weight.copy_(processed)
     draft = output.make_draft()
     try:
-        pretrained.save(loaded_model, pretrained.load_tokenizer(model.config), draft)
+        pretrained.save(loaded_model, pretrained.load_tokenizer(model.source), draft)
     except OSError as error:
         raise UserError(f"{output.folder / MODEL_FOLDER} cannot be written: {shorten(error)}") from error
     return draft

@@ -24,7 +24,7 @@ def isolation(model: PreTrainedModel) -> IsolationMethod | None:
     takes a few forward passes of 11 tokens and leaves weights, random numbers and training modes unchanged.
 
     Call it before attaching a penalty, because the penalty's hooks would see the trial. Decoders with a key-value cache
-    (`config.use_cache`) ignore that position ids restart; `load_config` turns the cache off.
+    (`config.use_cache`) ignore that position ids restart; a training turns the cache off.
 
     Returns:
         The first method that works, or None if neither does.

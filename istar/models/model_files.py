@@ -1,7 +1,6 @@
 """Files of models of transformers: loading them as they are, with one-line errors for what is missing or damaged."""
 
 import logging
-import os
 import pickle
 import tempfile
 import warnings
@@ -21,11 +20,11 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from istar.errors import UserError, shorten
 from istar.files.folders import ADAPTER_CONFIG_FILE
 from istar.files.parsing import read_json
-from istar.finetune.config import ModelConfig
 from istar.hidden_states.model_layers import find_base_model
-from istar.models.adapters import find_base, has_adapters, merge_adapters, read_base_config
+from istar.models.adapters import find_base, has_adapters, merge_adapters, read_base_source
 from istar.models.architectures import check_num_layers, get_checkpoint_class, reset_outputs
 from istar.models.hub import LOCAL_COPY_HINTS, explain_refusal, find_hub_problem, is_hub_id
+from istar.models.model_source import ModelSource, is_folder
 
 _FORMER_BUFFERS = ("attn.bias", "attention.bias", "masked_bias", "inv_freq", "position_ids", ".version")
 """Ends of the names of buffers in checkpoints, such as causal masks, that classes compute today."""
@@ -33,36 +32,36 @@ _FORMER_BUFFERS = ("attn.bias", "attention.bias", "masked_bias", "inv_freq", "po
 log = logging.getLogger(__name__)
 
 
-def load_checkpoint_config(config: ModelConfig) -> Any:
+def load_checkpoint_config(source: ModelSource) -> Any:
     """Load a checkpoint's configuration, changed so that the model returns what models return by default.
 
     Raises a `UserError` if it is not found, cannot be read, or has an impossible number of layers.
     """
-    config = find_base(config, "config.json") or config
-    checkpoint_config = _load_pretrained(config, AutoConfig)
-    check_num_layers(checkpoint_config, config.label)
+    source = find_base(source, "config.json") or source
+    checkpoint_config = _load_pretrained(source, AutoConfig)
+    check_num_layers(checkpoint_config, source.label)
     reset_outputs(checkpoint_config)
     return checkpoint_config
 
 
-def _load_pretrained(config: ModelConfig, auto_class: Any, /, **options: Any) -> Any:
+def _load_pretrained(source: ModelSource, auto_class: Any, /, **options: Any) -> Any:
     """Call `auto_class.from_pretrained` for a model, without log output or network retries."""
-    with convert_to_user_errors(config), silence_transformers():
-        return auto_class.from_pretrained(config.name, **make_hub_options(config), **options)
+    with convert_to_user_errors(source), silence_transformers():
+        return auto_class.from_pretrained(source.name, **make_hub_options(source), **options)
 
 
-def build_meta_model(config: ModelConfig) -> PreTrainedModel:
+def build_meta_model(source: ModelSource) -> PreTrainedModel:
     """Build a checkpoint's model with its head, without weights (meta device).
 
     Raises a `UserError` as `load_checkpoint_config`, and if transformers does not support the architecture.
     """
-    model_config = load_checkpoint_config(config)
+    model_config = load_checkpoint_config(source)
     try:
         model_class: Any = get_checkpoint_class(model_config) or transformers.MODEL_MAPPING[type(model_config)]
         with torch.device("meta"), silence_transformers():
             return model_class(model_config)
     except Exception as error:  # transformers raises many types for an unusual config.json
-        raise UserError(f"{model_config.model_type} models cannot be built: {_describe_error(error)}") from error
+        raise UserError(f"{model_config.model_type} models cannot be built: {describe_load_error(error)}") from error
 
 
 def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"]) -> Any:
@@ -74,21 +73,21 @@ def get_embedding_weight(model: PreTrainedModel, side: Literal["input", "output"
     return getattr(layer, "weight", None)
 
 
-def find_file(config: ModelConfig, name: str) -> Path | None:
+def find_file(source: ModelSource, name: str) -> Path | None:
     """Return the path of a model's file, or None if the model lacks it.
 
     A hub model's file is searched in the local cache and on the hub, and downloaded if needed.
     """
-    if is_folder(config.name):
-        path = Path(config.name) / name
+    if is_folder(source.name):
+        path = Path(source.name) / name
         return path if path.is_file() else None
-    options = make_hub_options(config)
-    with convert_to_user_errors(config), silence_transformers():
+    options = make_hub_options(source)
+    with convert_to_user_errors(source), silence_transformers():
         if options["local_files_only"]:
-            cached_path = try_to_load_from_cache(config.name, name, revision=options["revision"])
+            cached_path = try_to_load_from_cache(source.name, name, revision=options["revision"])
             return Path(cached_path) if isinstance(cached_path, str) else None
         try:
-            return Path(hf_hub_download(config.name, name, revision=options["revision"]))
+            return Path(hf_hub_download(source.name, name, revision=options["revision"]))
         except LocalEntryNotFoundError:  # a subclass of EntryNotFoundError: the hub cannot be reached
             raise
         except EntryNotFoundError:
@@ -101,7 +100,7 @@ def find_body(model: Any) -> Any:
 
 
 def load_weights(
-    config: ModelConfig, auto_class: Any, /, find_part: Callable[[Any], Any] = find_body, **options: Any
+    source: ModelSource, auto_class: Any, /, find_part: Callable[[Any], Any] = find_body, **options: Any
 ) -> PreTrainedModel:
     """Load a model with pretrained weights, and merge its adapters if it has any.
 
@@ -113,61 +112,60 @@ def load_weights(
         UserError: if the model cannot be loaded, if weights of the part are missing, or if the checkpoint has more
             weights for a layer of the part than the model, such as biases or the scales of quantized weights.
     """
-    if has_adapters(config.name):
+    if has_adapters(source.name):
         if "device_map" in options:
-            raise UserError(f"{config.name} holds adapters; merge them into a model, which --device-map can place")
+            raise UserError(f"{source.name} holds adapters; merge them into a model, which --device-map can place")
         with tempfile.TemporaryDirectory() as folder:
-            _write_merged_model(config, Path(folder), options["dtype"])
-            return load_weights(replace(config, name=folder), auto_class, find_part, **options)
-    checkpoint_config = load_checkpoint_config(config)
+            _write_merged_model(source, Path(folder), options["dtype"])
+            return load_weights(replace(source, name=folder), auto_class, find_part, **options)
+    checkpoint_config = load_checkpoint_config(source)
     checkpoint_class = get_checkpoint_class(checkpoint_config)
     # A head for other labels may have mismatched sizes; `_check_loaded_weights` rejects all other mismatches.
     options = {"config": checkpoint_config, **options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     is_headless = auto_class is AutoModel
     if is_headless and checkpoint_class is not None and type(checkpoint_config) not in transformers.MODEL_MAPPING:
         auto_class = checkpoint_class  # some parts of models with images or sound have a class with a head only
-    model, loading_info = _load_pretrained(config, auto_class, **options)
+    model, loading_info = _load_pretrained(source, auto_class, **options)
     part = find_part(model)
     if checkpoint_class in (None, type(model)) or not _select_weights(model, part, loading_info["missing_keys"]):
-        _check_loaded_weights(config.label, model, part, loading_info, checkpoint_class)
+        _check_loaded_weights(source.label, model, part, loading_info, checkpoint_class)
         return part if is_headless and auto_class is checkpoint_class else model
     if "device_map" in options:
-        raise UserError(f"{config.label}: --device-map cannot place a {checkpoint_class.__name__}; leave it out")
+        raise UserError(f"{source.label}: --device-map cannot place a {checkpoint_class.__name__}; leave it out")
     # The checkpoint's class may compute the missing weights, like the positions of Marian, or have other names for
     # them: the base model of `LlamaForQuestionAnswering` is `transformer`. It may also lack one of two stacks.
-    checkpoint_model, loading_info = _load_pretrained(config, checkpoint_class, **options)
+    checkpoint_model, loading_info = _load_pretrained(source, checkpoint_class, **options)
     checkpoint_part = find_part(checkpoint_model)
-    _check_loaded_weights(config.label, checkpoint_model, checkpoint_part, loading_info, checkpoint_class)
+    _check_loaded_weights(source.label, checkpoint_model, checkpoint_part, loading_info, checkpoint_class)
     if is_headless:
         return checkpoint_part
     if part.state_dict().keys() != checkpoint_part.state_dict().keys():
-        raise UserError(f"{config.label}: a {checkpoint_class.__name__} cannot become a {type(model).__name__}")
+        raise UserError(f"{source.label}: a {checkpoint_class.__name__} cannot become a {type(model).__name__}")
     part.load_state_dict(checkpoint_part.state_dict())
     return model
 
 
-def _write_merged_model(config: ModelConfig, folder: Path, dtype: torch.dtype) -> None:
-    adapters_folder = Path(config.name)
-    base_config = read_base_config(adapters_folder)
-    adapted_config = load_checkpoint_config(config)
+def _write_merged_model(source: ModelSource, folder: Path, dtype: torch.dtype) -> None:
+    adapters_folder = Path(source.name)
+    adapted_config = load_checkpoint_config(source)
     adapted_class = get_checkpoint_class(adapted_config)
     settings: Any = read_json(adapters_folder / ADAPTER_CONFIG_FILE)
     # peft alone writes no config.json, which would name the class of the model that was adapted.
     if settings.get("task_type") == "FEATURE_EXTRACTION" and not (adapters_folder / "config.json").is_file():
         adapted_class = AutoModel
     if adapted_class is None:
-        raise UserError(f"{config.label}: its config.json names no architecture of transformers")
-    base_model = load_weights(base_config, adapted_class, config=adapted_config, dtype=dtype)
-    with convert_to_user_errors(config), silence_transformers():
+        raise UserError(f"{source.label}: its config.json names no architecture of transformers")
+    base_model = load_weights(read_base_source(adapters_folder), adapted_class, config=adapted_config, dtype=dtype)
+    with convert_to_user_errors(source), silence_transformers():
         merge_adapters(base_model, adapters_folder).save_pretrained(folder)
 
 
-def make_hub_options(config: ModelConfig) -> dict[str, Any]:
+def make_hub_options(source: ModelSource) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for where a model may be loaded from."""
     # The retries of an unreachable hub would take a minute. Without `trust_remote_code`, transformers would ask at the
     # terminal whether to run code of the repository.
-    uses_local_files = is_folder(config.name) or bool(find_hub_problem())
-    return {"revision": config.revision or "main", "local_files_only": uses_local_files, "trust_remote_code": False}
+    uses_local_files = is_folder(source.name) or bool(find_hub_problem())
+    return {"revision": source.revision or "main", "local_files_only": uses_local_files, "trust_remote_code": False}
 
 
 def check_json_files(folder: Path) -> None:
@@ -255,30 +253,29 @@ def refuse_further_weight(label: str, key: str, layer_name: str) -> None:
 
 
 @contextmanager
-def convert_to_user_errors(config: ModelConfig, noun: str = "model") -> Iterator[None]:
+def convert_to_user_errors(source: ModelSource, noun: str = "model") -> Iterator[None]:
     """Convert any error in the block to a `UserError`; transformers raises many types for damaged folders."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if config.architecture is not None:
-            raise UserError(f"{config.label} cannot be built: {_describe_error(error)}") from error
-        raise UserError(_make_load_error_message(noun, config.name, error)) from error
+        raise UserError(_make_load_error_message(noun, source.name, error)) from error
 
 
 def _make_load_error_message(noun: str, name: str, error: Exception) -> str:
     if is_folder(name):
-        return f"{noun} {name} is not a folder that can be loaded: {_describe_error(error)}"
+        return f"{noun} {name} is not a folder that can be loaded: {describe_load_error(error)}"
     if not is_hub_id(name):
         return f"{noun} {name}: there is no such folder; expected one that save_pretrained wrote, or a hub id"
     problem = find_hub_problem() if isinstance(error, OSError | ValueError | KeyError) else ""
-    reason = explain_refusal(error, name, "model") or _describe_error(error)
+    reason = explain_refusal(error, name, "model") or describe_load_error(error)
     reason = f"not in the local cache, and {problem}" if problem else reason
     return f"{noun} {name}: {reason}; {LOCAL_COPY_HINTS['model']}"
 
 
-def _describe_error(error: Exception) -> str:
+def describe_load_error(error: Exception) -> str:
+    """Return in one line why transformers could not load or build a model."""
     if isinstance(error, pickle.UnpicklingError | EOFError):
         return "its pickled weights hold more than tensors, or are damaged; look for a model.safetensors"
     # The message of transformers recommends running the code of the checkpoint.
@@ -286,11 +283,6 @@ def _describe_error(error: Exception) -> str:
         return "it needs code from its repository, which is never run; choose an architecture that transformers knows"
     # The messages of these two types are complete sentences; others need the name of the type to be understood.
     return shorten(error if type(error) in (OSError, ValueError) else f"{type(error).__name__}: {error}")
-
-
-def is_folder(name: str) -> bool:
-    """Return whether a model's name is a folder."""
-    return os.path.isdir(name)  # noqa: PTH112  Path.is_dir raises an error if the name is too long
 
 
 @contextmanager

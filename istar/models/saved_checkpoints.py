@@ -15,8 +15,8 @@ from istar.errors import UserError
 from istar.files.folders import is_model_folder, list_visible, split_label, to_file_name
 from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import write_text
-from istar.finetune.config import ModelConfig
 from istar.models.archives import load_archive
+from istar.models.model_source import ModelSource, split_revision
 from istar.runs.identity import shorten_model_name
 from istar.runs.record import KEPT_MODELS, RESULT
 
@@ -42,15 +42,10 @@ class ModelArgument:
     revision: str | None = None  # revision on the hub
 
     @property
-    def model_name(self) -> str:
-        """Hub id or folder of the model; for a run of train.py, its folder `model`."""
+    def source(self) -> ModelSource:
+        """Source of the model, for a run of train.py its folder `model`; raises a `UserError` as `ModelSource`."""
         model_folder = Path(self.name) / "model"
-        return str(model_folder) if is_model_folder(model_folder) else self.name
-
-    @property
-    def config(self) -> ModelConfig:
-        """Config that loads the model."""
-        return ModelConfig(name=self.model_name, revision=self.revision)
+        return ModelSource(str(model_folder) if is_model_folder(model_folder) else self.name, self.revision)
 
     @property
     def default_label(self) -> str:
@@ -68,10 +63,10 @@ def parse_models(arguments: Sequence[str]) -> list[ModelArgument]:
     models: list[ModelArgument] = []
     for argument in arguments:
         label, name = split_label(argument)
-        name, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")  # noqa: PTH110
-        if (name, revision or None) in [(model.name, model.revision) for model in models]:
+        name, revision = split_revision(name)
+        if (name, revision) in [(model.name, model.revision) for model in models]:
             raise UserError(f"{argument} is given twice; give each model once")
-        models.append(ModelArgument(label, name, revision or None))
+        models.append(ModelArgument(label, name, revision))
     return models
 
 
@@ -117,30 +112,6 @@ def step_from_name(label: str) -> int | None:
 def record_step(folder: Path, step: int) -> None:
     """Write a model's optimizer step to a JSON file in its folder, for `find_checkpoints`."""
     write_text(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
-
-
-def read_steps(path: Path) -> dict[str, int]:
-    """Read the step of each checkpoint from a CSV file with the columns `checkpoint` and `step`.
-
-    Raises a `UserError` if the file cannot be read, lacks a column, repeats a checkpoint, or has a step that is not a
-    whole number.
-    """
-    from istar.texts.readers import iterate_csv  # brings datasets along
-
-    header, *rows = [[field.strip() for field in fields] for _, fields in iterate_csv(path)] or [[]]
-    steps: dict[str, int] = {}
-    for fields in rows:
-        row = dict(zip(header, fields, strict=False))
-        name, step_text = row.get("checkpoint", ""), row.get("step", "")
-        if not name or not step_text.isdecimal():
-            raise UserError(
-                f"--steps {path}: a row has the checkpoint {name!r} and the step {step_text!r}; expected the columns "
-                "checkpoint and step, a name and a whole number in each row"
-            )
-        if name in steps:
-            raise UserError(f"--steps {path}: {name} has two rows; expected one for each checkpoint")
-        steps[name] = int(step_text)
-    return steps
 
 
 def find_revisions(model: str, names: Sequence[str], steps: Mapping[str, int] | None = None) -> list[Checkpoint]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.files.folders import split_label
 from istar.models.hub import load_dataset_split, open_dataset_stream
+from istar.models.special_tokens import find_separator_id, special_tokens
 from istar.runs.names import COMBINED
 from istar.texts.documents import (
     BEGINNING_BYTES,
@@ -25,14 +26,7 @@ from istar.texts.documents import (
     read_dataset_documents,
     read_documents,
 )
-from istar.texts.tokenizing import (
-    TextPart,
-    chunks,
-    count_text_tokens,
-    find_separator_id,
-    special_tokens,
-    tokenize_parts,
-)
+from istar.texts.tokenizing import TextPart, chunks, count_text_tokens, tokenize_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

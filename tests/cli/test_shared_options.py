@@ -63,7 +63,7 @@ def test_models_are_parsed(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "run" / "model" / "config.json").touch()
     models = parse_models(["org/name@refs/pr/1", f"mine={tmp_path}/run", f"{tmp_path}/a@b", "other"])
-    assert [(model.default_label, model.config.name, model.config.revision) for model in models] == [
+    assert [(model.default_label, model.source.name, model.source.revision) for model in models] == [
         ("name-refs_pr_1", "org/name", "refs/pr/1"),
         ("mine", str(tmp_path / "run" / "model"), None),
         ("a@b", str(tmp_path / "a@b"), None),

@@ -204,10 +204,10 @@ def test_a_regular_expression_for_modules_is_one_line(tmp_path: Path, key: str) 
     settings = {"base_model_name_or_path": "bert", "target_modules": ["query"], key: "(a+)+$"}
     (tmp_path / adapters.ADAPTER_CONFIG_FILE).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=f"{key} is a regular expression"):
-        adapters.read_base_config(tmp_path)
+        adapters.read_base_source(tmp_path)
     settings |= {key: "all-linear"}
     (tmp_path / adapters.ADAPTER_CONFIG_FILE).write_text(json.dumps(settings))
-    assert adapters.read_base_config(tmp_path).name == "bert"
+    assert adapters.read_base_source(tmp_path).name == "bert"
 
 
 @pytest.mark.parametrize("root", ["d${x}", r"d\${x}", r"\\${x}${y}", "a$b", "end\\", "${"])

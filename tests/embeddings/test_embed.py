@@ -17,9 +17,9 @@ from istar.cli.main import main
 from istar.embeddings import embed_models, token_frequencies
 from istar.embeddings.embed_models import process_matrix
 from istar.errors import UserError
-from istar.finetune.config import ModelConfig
 from istar.models import tiny
 from istar.models.embedding_matrix import read_matrix
+from istar.models.model_source import ModelSource
 from istar.models.saved_checkpoints import ModelArgument
 from istar.texts import tokenizing
 from istar.texts.corpus import Source
@@ -267,7 +267,7 @@ def test_half_precision_is_widened(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors")
-    values = read_matrix(ModelConfig(name=str(folder))).values
+    values = read_matrix(ModelSource(str(folder))).values
     assert torch.equal(values, weights[INPUT["bert"]].float())
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 
+from istar.finetune.execute.build_config import make_config
 from istar.finetune.tasks.features import Collator, make_position_ids
-from istar.models.architectures import is_decoder, make_config
+from istar.models.architectures import is_decoder
 from istar.models.attention import accepts_position_ids, isolation, make_isolating_inputs
 from istar.texts.new_tokenizer import train_tokenizer
 

@@ -11,8 +11,8 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from istar.errors import UserError
-from istar.finetune.config import ModelConfig
 from istar.models.embedding_matrix import read_matrix, read_untied_output
+from istar.models.model_source import ModelSource
 from tests.embeddings.test_embed import INPUT, build, save_model
 from tests.mock_hub import Repository, serving, set_offline, use
 
@@ -32,7 +32,7 @@ def overwrite_other_tensors(path: Path, tensor: str) -> None:
 def test_the_rest_of_the_file_is_not_read(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     overwrite_other_tensors(folder / "model.safetensors", INPUT["bert"])
-    matrix = read_matrix(ModelConfig(name=str(folder)))
+    matrix = read_matrix(ModelSource(str(folder)))
     assert torch.equal(matrix.values, build("bert").get_input_embeddings().weight)  # type: ignore[operator]
     assert matrix.tied
     assert (matrix.tensor, matrix.file) == (INPUT["bert"], "model.safetensors")
@@ -49,7 +49,7 @@ def test_other_shards_may_be_missing(tmp_path: Path, which: Any) -> None:
     assert other_shards
     for file in other_shards:
         (folder / file).unlink()
-    matrix = read_matrix(ModelConfig(name=str(folder)), which)
+    matrix = read_matrix(ModelSource(str(folder)), which)
     model: Any = build("neox")
     expected = model.get_input_embeddings() if which == "input" else model.get_output_embeddings()
     assert torch.equal(matrix.values, expected.weight)
@@ -57,7 +57,7 @@ def test_other_shards_may_be_missing(tmp_path: Path, which: Any) -> None:
     assert not matrix.tied
     (folder / shard).unlink()
     with pytest.raises(UserError, match=f"lacks {shard}"):
-        read_matrix(ModelConfig(name=str(folder)), which)
+        read_matrix(ModelSource(str(folder)), which)
 
 
 def test_tensor_names_with_and_without_a_head(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_tensor_names_with_and_without_a_head(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights_without_prefix = {name.removeprefix("bert."): tensor for name, tensor in weights.items()}
     save_file(weights_without_prefix, folder / "model.safetensors")
-    matrix = read_matrix(ModelConfig(name=str(folder)))
+    matrix = read_matrix(ModelSource(str(folder)))
     assert torch.equal(matrix.values, weights[INPUT["bert"]])
     assert matrix.file == "model.safetensors"
 
@@ -76,7 +76,7 @@ def test_pythia_has_a_former_name_for_its_output_embeddings(tmp_path: Path) -> N
     weights = load_file(folder / "model.safetensors")
     head = weights.pop("lm_head.weight") if "lm_head.weight" in weights else weights.pop("embed_out.weight")
     save_file({**weights, "embed_out.weight": head}, folder / "model.safetensors")
-    matrix = read_untied_output(ModelConfig(name=str(folder)))
+    matrix = read_untied_output(ModelSource(str(folder)))
     assert matrix is not None
     assert matrix.tensor == "embed_out.weight"
     assert torch.equal(matrix.values, head)
@@ -118,11 +118,11 @@ RENAMED: dict[str, Callable[[], Any]] = {
 def test_one_tensor_is_read_of_models_with_renamed_weights(tmp_path: Path, name: str, side: Any) -> None:
     model = RENAMED[name]()
     model.save_pretrained(tmp_path)
-    matrix = read_matrix(ModelConfig(name=str(tmp_path)), side)
+    matrix = read_matrix(ModelSource(str(tmp_path)), side)
     assert matrix.file == "model.safetensors"
     overwrite_other_tensors(tmp_path / "model.safetensors", matrix.tensor)
     layer = model.get_input_embeddings() if side == "input" else model.get_output_embeddings()
-    assert torch.equal(read_matrix(ModelConfig(name=str(tmp_path)), side).values, layer.weight)
+    assert torch.equal(read_matrix(ModelSource(str(tmp_path)), side).values, layer.weight)
 
 
 def test_without_safetensors_the_model_is_loaded_but_no_code_from_it(tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def test_without_safetensors_the_model_is_loaded_but_no_code_from_it(tmp_path: P
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    matrix = read_matrix(ModelConfig(name=str(folder)))
+    matrix = read_matrix(ModelSource(str(folder)))
     assert torch.equal(matrix.values, weights[INPUT["bert"]])
     assert matrix.file is None
     torch.save({**weights, "more": Path("code")}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickled weights"):
-        read_matrix(ModelConfig(name=str(folder)))
+        read_matrix(ModelSource(str(folder)))
 
 
 def test_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +146,9 @@ def test_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with serving() as hub:
         use(hub, tmp_path, monkeypatch)
         set_offline(True, monkeypatch)
-        assert read_matrix(ModelConfig(name="some/model", revision="step10")).tied
+        assert read_matrix(ModelSource("some/model", revision="step10")).tied
         with pytest.raises(UserError, match="not in the local cache"):
-            read_matrix(ModelConfig(name="some/model", revision="step20"))
+            read_matrix(ModelSource("some/model", revision="step20"))
         assert hub.requests == []
 
 
@@ -161,31 +161,31 @@ def test_one_shard_is_brought_from_the_hub(tmp_path: Path, monkeypatch: pytest.M
             {path.name: path.read_bytes() for path in folder.iterdir()}, "step10"
         )
         use(hub, tmp_path / "cache", monkeypatch)
-        read_matrix(ModelConfig(name="some/model", revision="step10"))
+        read_matrix(ModelSource("some/model", revision="step10"))
     requested_files = {request.rpartition("/")[2] for request in hub.requests if request.startswith("GET")}
     assert {name for name in requested_files if name.endswith(".safetensors")} == {shard_by_tensor[INPUT["neox"]]}
 
 
 def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
-    config = ModelConfig(name=str(folder))
+    source = ModelSource(str(folder))
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:5000])
     with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
-        read_matrix(config)
+        read_matrix(source)
     (folder / "model.safetensors").write_bytes(content)
     model_config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**model_config, "hidden_size": 32}))
     with pytest.raises(UserError, match="not of one model"):
-        read_matrix(config)
+        read_matrix(source)
     (folder / "config.json").write_text(json.dumps({**model_config, "architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="no output embeddings"):
-        read_matrix(config, "output")
-    assert read_untied_output(config) is None
+        read_matrix(source, "output")
+    assert read_untied_output(source) is None
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(UserError, match="not an index"):
-        read_matrix(config)
+        read_matrix(source)
 
 
 def test_matrices_that_differ_are_not_tied_whatever_the_config_says(tmp_path: Path) -> None:
@@ -193,17 +193,17 @@ def test_matrices_that_differ_are_not_tied_whatever_the_config_says(tmp_path: Pa
     weights = load_file(folder / "model.safetensors")
     output = torch.randn_like(weights[INPUT["bert"]])
     save_file({**weights, "cls.predictions.decoder.weight": output}, folder / "model.safetensors")
-    config = ModelConfig(name=str(folder))
-    assert torch.equal(read_matrix(config, "output").values, output)
-    assert torch.equal(read_matrix(config, "input").values, weights[INPUT["bert"]])
-    untied = read_untied_output(config)
+    source = ModelSource(str(folder))
+    assert torch.equal(read_matrix(source, "output").values, output)
+    assert torch.equal(read_matrix(source, "input").values, weights[INPUT["bert"]])
+    untied = read_untied_output(source)
     assert untied is not None
     assert torch.equal(untied.values, output)
     save_file(
         {**weights, "cls.predictions.decoder.weight": weights[INPUT["bert"]].clone()}, folder / "model.safetensors"
     )
-    assert read_matrix(config, "output").tied
-    assert read_untied_output(config) is None
+    assert read_matrix(source, "output").tied
+    assert read_untied_output(source) is None
 
 
 def test_a_single_file_is_preferred_to_shards_as_in_transformers(tmp_path: Path) -> None:
@@ -218,4 +218,4 @@ def test_a_single_file_is_preferred_to_shards_as_in_transformers(tmp_path: Path)
     for name, content in shards.items():
         (folder / name).write_bytes(content)
     loaded: Any = hf.AutoModel.from_pretrained(folder)
-    assert torch.equal(read_matrix(ModelConfig(name=str(folder))).values, loaded.get_input_embeddings().weight)
+    assert torch.equal(read_matrix(ModelSource(str(folder))).values, loaded.get_input_embeddings().weight)

@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from istar.errors import UserError
 from istar.finetune.config import ModelConfig
+from istar.finetune.execute.build_config import build_config
+from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.models import pretrained, tiny
 from istar.models.embedding_matrix import read_matrix
+from istar.models.model_source import ModelSource
 from istar.runs.tasks import TASKS
 
 VOCABULARY_SIZE = len(tiny.make_tokenizer())
@@ -46,19 +49,19 @@ def save(folder: Path, model: Any, weights: dict[str, torch.Tensor] | None = Non
 
 
 def measure(folder: Path) -> Any:
-    config = ModelConfig(name=str(folder))
-    return pretrained.load_encoder(config, pretrained.load_tokenizer(config), torch.float32)
+    source = ModelSource(str(folder))
+    return pretrained.load_encoder(source, pretrained.load_tokenizer(source))
 
 
 def train(folder: Path, task: str = "demo") -> Any:
     config = ModelConfig(name=str(folder))
-    tokenizer = pretrained.load_tokenizer(config)
-    model_config = pretrained.load_config(config, TASKS[task], tokenizer)
-    return pretrained.load_model(config, TASKS[task], model_config, tokenizer)
+    tokenizer = build_tokenizer(config)
+    model_config = build_config(config, TASKS[task], tokenizer)
+    return build_model(config, TASKS[task], model_config, tokenizer)
 
 
 def embed(folder: Path) -> Any:
-    return read_matrix(ModelConfig(name=str(folder)))
+    return read_matrix(ModelSource(str(folder)))
 
 
 def get_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -226,7 +229,7 @@ def test_a_missing_output_matrix_is_not_replaced_by_a_random_one(tmp_path: Path)
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks 1 of its weights, e\.g\. lm_head\.weight"):
-        read_matrix(ModelConfig(name=str(folder)), "output")
+        read_matrix(ModelSource(str(folder)), "output")
 
 
 def test_a_class_with_another_name_for_its_base_model(tmp_path: Path) -> None:
@@ -267,7 +270,7 @@ def test_outputs_are_reset_in_configurations_inside_a_configuration(tmp_path: Pa
 def test_outputs_cannot_be_set_for_a_training(tmp_path: Path, name: str) -> None:
     config = ModelConfig(name=str(save(tmp_path / "model", build_bert())), pretrained=False, config={name: True})
     with pytest.raises(UserError, match=rf"model\.config\.{name}"):
-        pretrained.load_config(config, TASKS["demo"], pretrained.load_tokenizer(config))
+        build_config(config, TASKS["demo"], build_tokenizer(config))
 
 
 def test_a_model_that_needs_images_says_so(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_folders_of_adapters_alone_are_checkpoints(tmp_path: Path) -> None:
     assert [checkpoint.step for checkpoint in find_checkpoints(str(tmp_path / "out"))] == [500, 1000]
     for file_name in ("config.json", "adapter_config.json"):
         run = write_model(tmp_path / file_name / "model", file_name).parent
-        assert ModelArgument("", str(run)).model_name == str(run / "model")
+        assert ModelArgument("", str(run)).source.name == str(run / "model")
         assert [checkpoint.name for checkpoint in find_checkpoints(str(run))] == [str(run / "model")]
 
 

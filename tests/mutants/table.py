@@ -514,10 +514,10 @@ MUTATIONS = [
     ),
     Mutation(
         "A local model is trained in eval mode, without dropout.",
-        "istar/models/pretrained.py",
+        "istar/finetune/execute/build_model.py",
         "return model.train()",
         "return model",
-        "tests/models/test_pretrained.py::test_dropout_is_on_in_training",
+        "tests/finetune/execute/test_build_model.py::test_dropout_is_on_in_training",
     ),
     Mutation(
         "Biases and gains are decayed.",
@@ -999,17 +999,17 @@ MUTATIONS = [
     ),
     Mutation(
         "Adapters leave a new head as it is.",
-        "istar/models/adapters.py",
-        'modules_to_save=None if kind in ("causal_lm", "masked_lm") else find_new_modules(model),',
+        "istar/finetune/execute/lora.py",
+        'modules_to_save=None if kind in ("causal_lm", "masked_lm") else _find_new_modules(model),',
         "modules_to_save=None,",
-        "tests/models/test_adapters.py::test_adapters_and_head_are_trained_and_nothing_else",
+        "tests/finetune/execute/test_lora.py::test_adapters_and_head_are_trained_and_nothing_else",
     ),
     Mutation(
         "The tokens around a text are taken from a text that the vocabulary may lack.",
-        "istar/texts/tokenizing.py",
+        "istar/models/special_tokens.py",
         "position = encoding.sequence_ids.index(0)",
         "position = 0",
-        "tests/texts/test_tokenizing.py::test_special_tokens_are_found_without_a_text",
+        "tests/models/test_special_tokens.py::test_special_tokens_are_found_without_a_text",
     ),
     Mutation(
         "Hidden files in subfolders count as results, models and texts.",

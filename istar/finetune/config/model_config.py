@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from istar.errors import UserError, check_at_least, check_one_of
 from istar.files.folders import is_model_folder
 from istar.finetune.config.fields import NOT_IN_IDENTITY
+from istar.models.model_source import ModelSource
 from istar.runs.identity import TINY
 
 ALL_LINEAR = "all-linear"
@@ -74,15 +75,14 @@ class ModelConfig:
         if self.attn_implementation is not None:
             check_one_of("model.attn_implementation", self.attn_implementation, ("eager", "sdpa"))
         check_at_least(MIN_VOCAB_SIZE, "model.vocab_size", self.vocab_size)
-        if not self.name.strip():
-            raise UserError("the name of the model is empty; expected a hub id or a folder that save_pretrained wrote")
-        if self.name == TINY and self.pretrained:
-            raise UserError(
-                f"model {TINY} is istar's own, without pretrained weights; train it with model={TINY}, or write "
-                f"./{TINY} for a folder of that name"
-            )
-        if self.name == TINY and self.revision is not None:
+        if self.pretrained or not self.is_tiny:
+            self.source()  # checks name and revision
+        elif self.revision is not None:
             raise UserError(f"revision {self.revision} needs a model of the hub, but model {TINY} is istar's own")
+
+    def source(self) -> ModelSource:
+        """Return where the files of the model and its tokenizer are loaded from; the tiny model has none."""
+        return ModelSource(self.name, self.revision, None if self.trains_tokenizer else self.tokenizer)
 
     @property
     def is_tiny(self) -> bool:
@@ -91,7 +91,7 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """Name of the model in messages, such as `model gpt2`, which other commands than `istar train` print, too."""
+        """Name of the model in messages, such as `model gpt2`."""
         return f"model {self.name}" if self.architecture is None else f"model.architecture={self.architecture}"
 
     @property

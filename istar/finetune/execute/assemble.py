@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError
 from istar.finetune.config import Config
+from istar.finetune.execute.build_model import build_model
 from istar.finetune.execute.identify import RunIdentity
 from istar.finetune.execute.prepare import PreparedData, PreparedRun, make_collator
 from istar.finetune.training import (
@@ -35,7 +36,6 @@ from istar.finetune.training.trainer import (
 )
 from istar.hidden_states import AttachedPenalty
 from istar.measures.numerics import keep_freed_memory
-from istar.models import pretrained
 from istar.regularizers import special_ids
 from istar.runs.record import KEPT_MODELS, METRICS_FILE
 from istar.runs.tasks import TaskSpec
@@ -77,7 +77,7 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     config, spec, folder = identity.config, identity.spec, identity.folder
     # From here on, only the initialization of the head and dropout draw from the global random generators.
     L.seed_everything(config.seed, workers=True, verbose=False)
-    model = pretrained.load_model(config.model, spec, prepared.model_config, tokenizer)
+    model = build_model(config.model, spec, prepared.model_config, tokenizer)
     # Created before the penalty is attached, because this runs the model on a trial input.
     collate = make_collator(spec, config, tokenizer, model)
     penalty = config.reg.attach(model, special_ids(tokenizer), config.seed)

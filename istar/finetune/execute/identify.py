@@ -15,6 +15,7 @@ from istar.finetune.config import Config, ModelConfig, TaskConfig, TensorBoardCo
 from istar.finetune.config.settings import settings_of
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import extras, precision
+from istar.models.model_source import split_revision
 from istar.runs.identity import identity_hash, shorten_model_name
 from istar.runs.tasks import TaskSpec
 
@@ -97,9 +98,9 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
     if config.architecture is None and is_hub_id(config.name):
         config = replace(config, revision=find_commit(config.name, config.revision, "model"))
     if config.tokenizer is not None and not config.trains_tokenizer:
-        name, _, revision = config.tokenizer.partition("@")
+        name, revision = split_revision(config.tokenizer)
         if is_hub_id(name):
-            config = replace(config, tokenizer=f"{name}@{find_commit(name, revision or None, 'model')}")
+            config = replace(config, tokenizer=f"{name}@{find_commit(name, revision, 'model')}")
     return config
 
 
@@ -200,13 +201,14 @@ def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Pa
     path = folder / ADAPTER_CONFIG_FILE
     if not path.is_file():
         return digest.hexdigest()
-    from istar.models.adapters import read_base_config
+    from istar.models.adapters import read_base_source
 
-    base = read_base_config(folder)
+    base = read_base_source(folder)
     if folder.resolve() in dependents:
         raise UserError(f"{path}: its base model {base.name} leads back to {folder}")
     if Path(base.name).is_dir():
         base_identity = _hash_model_folder(Path(base.name), include_weights, (*dependents, folder.resolve()))
     else:
-        base_identity = identify_model(resolve_model(base) if include_weights else base)
+        base_config = ModelConfig(base.name, revision=base.revision)
+        base_identity = identify_model(resolve_model(base_config) if include_weights else base_config)
     return f"{digest.hexdigest()} base {base_identity}"

@@ -19,6 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_folder, cache_folder
 from istar.finetune.config import Config
+from istar.finetune.execute.build_config import build_config
+from istar.finetune.execute.build_model import build_tokenizer
 from istar.finetune.execute.examples import Examples
 from istar.finetune.execute.identify import RunIdentity
 from istar.finetune.tasks.blocks import Corpus, load_or_tokenize_corpus
@@ -34,7 +36,8 @@ from istar.finetune.tasks.language_modelling import (
 )
 from istar.finetune.tasks.stream_blocks import StreamedBlocks
 from istar.finetune.training.data import Collate, build_evaluation_loader
-from istar.models import attention, pretrained
+from istar.models import attention
+from istar.models.pretrained import load_tokenizer
 from istar.runs.tasks import TaskSpec
 
 _MAX_TOKENIZER_CHARACTERS = 100_000_000  # of a stream that a tokenizer is trained on
@@ -100,7 +103,7 @@ def prepare(identity: RunIdentity) -> PreparedRun:
     """
     config, spec = identity.config, identity.spec
     tokenizer = load_or_train_tokenizer(identity)
-    model_config = pretrained.load_config(config.model, spec, tokenizer)
+    model_config = build_config(config.model, spec, tokenizer)
     config.reg.check_layers(model_config.num_hidden_layers)
     data = prepare_data(spec, config, identity.examples, tokenizer, model_config)
     return PreparedRun(identity, tokenizer, model_config, data)
@@ -126,12 +129,12 @@ def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
     Of a stream, it is trained on a sample of documents with 100 million characters.
 
     Raises:
-        UserError: see `istar.models.pretrained.load_tokenizer`.
+        UserError: see `build_tokenizer`.
     """
     config = identity.config
     examples = identity.examples
     if not config.model.trains_tokenizer:
-        return pretrained.load_tokenizer(config.model)
+        return build_tokenizer(config.model)
     data_and_model = [repr(config.model), identity.model_identity, identity.data_fingerprint]
     key_parts = [*data_and_model, tokenizers.__version__, transformers.__version__]
     cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
@@ -142,14 +145,14 @@ def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
         else:
             text_columns = [examples.train[name] for name in identity.spec.text_columns]
             texts = text_columns[0] if len(text_columns) == 1 else list(chain(*text_columns))
-        tokenizer = pretrained.load_tokenizer(config.model, texts)
+        tokenizer = build_tokenizer(config.model, texts)
         try:
             with atomic_folder(folder) as temporary_folder:
                 tokenizer.save_pretrained(temporary_folder)
         except OSError as error:
             raise UserError(f"the tokenizer cannot be cached: {shorten(error)}; set another data.cache_dir") from error
     # The process that trained the tokenizer loads it, too, so that all processes have the same object.
-    return pretrained.load_tokenizer(replace(config.model, tokenizer=str(folder)))
+    return load_tokenizer(replace(config.model, tokenizer=str(folder)).source())
 
 
 def _take_characters(texts: Iterable[str], num_characters: int) -> Iterator[str]:

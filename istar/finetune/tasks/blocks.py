@@ -18,8 +18,9 @@ from istar.errors import UserError, shorten
 from istar.files.writing import atomic_folder
 from istar.finetune.tasks.features import describe_tokenizer
 from istar.finetune.tasks.loading import fingerprint
+from istar.models.special_tokens import find_separator_id
 from istar.texts.documents import iterate_texts
-from istar.texts.tokenizing import count_text_tokens, find_separator_id, tokenize
+from istar.texts.tokenizing import count_text_tokens, tokenize
 
 STARTS_FILE = "starts.npy"
 

@@ -26,8 +26,9 @@ from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
 from istar.finetune.tasks import squad
 from istar.finetune.tasks.loading import fingerprint
+from istar.models.architectures import find_max_input_length
 from istar.runs.tasks import TaskSpec
-from istar.texts.tokenizing import convert_tokenizer_errors, find_max_input_length
+from istar.texts.tokenizing import convert_tokenizer_errors
 
 MIN_LENGTH = 8  # smallest accepted maximum length of a feature, in tokens
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks
 from istar.finetune.tasks.evaluation import Evaluation
+from istar.models.special_tokens import special_tokens
 from istar.regularizers.points import IGNORED_LABEL
 from istar.runs.tasks import TaskSpec
-from istar.texts.tokenizing import special_tokens
 
 _VALIDATION_SEED = 0
 _TOKENS_PER_COUNT = 1 << 24  # tokens counted at a time, which limits the memory

@@ -1,24 +1,23 @@
-"""`istar measure`: measure a model's layers, embedding matrices and final normalization."""
+"""`istar measure`: opens a model, and measures its layers, embedding matrices and final normalization."""
 
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError
 from istar.files.outputs import Output
 from istar.files.writing import replace_nested
-from istar.finetune.config import ModelConfig
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName, read_earlier
@@ -30,21 +29,12 @@ from istar.measures.matrix_forms import measure_forms, project_rows, round_digit
 from istar.measures.norms import norm_parameters
 from istar.measures.numerics import keep_freed_memory, row_norms, upcast_blocks
 from istar.measures.spectrum import RowSpectrum, decompose_rows
+from istar.models.architectures import find_max_input_length
+from istar.models.embedding_matrix import Matrix, read_untied_output
+from istar.models.model_source import ModelSource
+from istar.models.pretrained import get_dtype, load_encoder, load_tokenizer
 from istar.texts.corpus import Source
-from istar.texts.tokenizing import find_max_input_length
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from istar.models.embedding_matrix import Matrix
-
-WEIGHT_DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Dtypes of the weights by their names on the command line."""
 _MAX_DEFAULT_LENGTH = 512
 _INTEGER_COLUMNS = ("first", "last", "tokens")
 """Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` with whole numbers."""
@@ -52,120 +42,188 @@ _NAMES_IN_CONFIG = ("_name_or_path", "transformers_version", "dtype")
 """Keys of a model's configuration that say where its files are from, and how they are loaded."""
 
 
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model in memory, and what its measurements say about it."""
+
+    name: str  # name in the results: hub id, folder or file
+    revision: str | None  # branch, tag or commit on the hub
+    encoder: PreTrainedModel  # the model without a head, in eval mode, on its devices
+    tokenizer: PreTrainedTokenizerBase
+    output_matrix: Matrix | None  # output embeddings, which the encoder lacks; None without any, or if they are tied
+    dtype: str  # dtype of the weights, a key of `DTYPES`
+    weights: str  # result of `hash_weights`
+    identity: str  # result of `hash_model`
+    seconds: float = 0.0  # time that loading took
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's input."""
+        return find_input_device(self.encoder)
+
+
+def open_model(
+    source: ModelSource, dtype: str = "float32", device: str | Mapping[str, Any] = "auto", name: str | None = None
+) -> OpenedModel:
+    """Load a model to measure.
+
+    `dtype` and `device` are as for `load_encoder`. `name` is the model's name in the results, if that is not the name
+    of the source. Raises a `UserError` if the model cannot be loaded or placed on the device.
+    """
+    start = time.monotonic()
+    tokenizer = load_tokenizer(source)
+    encoder = load_encoder(source, tokenizer, dtype, device)
+    output_matrix = read_untied_output(source)
+    weights = hash_weights(encoder, output_matrix)
+    return OpenedModel(
+        name=name or source.name,
+        revision=source.revision,
+        encoder=encoder,
+        tokenizer=tokenizer,
+        output_matrix=output_matrix,
+        dtype=dtype,
+        weights=weights,
+        identity=hash_model(weights, encoder, tokenizer),
+        seconds=time.monotonic() - start,
+    )
+
+
 def measure_model(
-    name: str,
-    sources: Sequence[Source],
+    model: OpenedModel,
+    texts: Sequence[Source],
     settings: MeasureSettings,
     out: Path,
-    revision: str | None = None,
-    dtype: str = "float32",
-    device: str | Mapping[str, Any] = "auto",
     console: Console | None = None,
     command: str = "",
     earlier: Iterable[Measurements] = (),
-    folder: str | None = None,
 ) -> Measurements:
     """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
     An interrupted pass resumes from the state that it has saved in `out`; `measures_file.discard_state` deletes it once
     the result is on disk. With several processes, only rank 0 returns measures of the hidden states. A length of 0 in
-    `settings` means the model's longest input, 512 at most, or 512 if the model takes inputs of any length. `revision`
-    is a branch, tag or commit on the hub. `dtype`, a key of `WEIGHT_DTYPES`, is for the weights; statistics are at
-    least float32. `device` is a name such as cuda:1, or `auto`: the GPU if there is one, else the CPU; or the arguments
-    of `from_pretrained` that place each layer. A console shows a progress bar, the memory of a large pass, and which
-    embeddings are not finite: they have NaN for all measures. `command` is recorded in the measures.
+    `settings` means the model's longest input, 512 at most, or 512 if the model takes inputs of any length. Statistics
+    are at least float32. A console shows a progress bar, the memory of a large pass, and which embeddings are not
+    finite: they have NaN for all measures. `command` is recorded in the measures.
 
     If the measurements in `out`, or one of the `earlier` ones, are of the same model (see `hash_model`), settings,
-    dtype and texts, they are returned with the new names instead, and the console says so. `folder` is where the model
-    is loaded from, if that is not `name`.
+    dtype and texts, they are returned with the new names instead, and the console says so.
 
-    Raises a `UserError` if the model or a text cannot be read, an argument does not fit the model or the machine, or
-    if hidden states are not finite, and an `OtherModelError` if `out` contains the measures of another model.
+    Raises a `UserError` if a text cannot be read, a setting does not fit the model or the machine, or hidden states are
+    not finite, and an `OtherModelError` if `out` contains the measures of another model.
     """
-    # transformers takes seconds to import, and pages of measured models do without it.
-    from istar.models.embedding_matrix import read_untied_output
-    from istar.models.pretrained import load_tokenizer
-
     start = time.monotonic()
-    config = ModelConfig(name=folder or name, revision=revision)
-    tokenizer = load_tokenizer(config)
-    model = load_placed_encoder(config, tokenizer, dtype, device)
-    input_device = find_input_device(model)
-    if input_device.type == "cpu":
-        keep_freed_memory()
-    # The encoder lacks a head, so the output embeddings are read separately.
-    output_matrix = read_untied_output(config)
-    settings = _resolve_length(settings, model)
-    weights = hash_weights(model, output_matrix)
-    identity = hash_model(weights, model, tokenizer)
-    in_folder = read_earlier(out, ModelName(name, revision), identity)
-    text_hashes = {source.name: compute_identity(*source.identify(settings.limit))[:16] for source in sources}
-    names = {"name": name, "revision": revision}
-    all_settings = {**asdict(settings), "texts": {source.name: str(source.path) for source in sources}}
-    for other in filter(None, (in_folder, *earlier)):
-        same_settings = other.settings | {"texts": None} == all_settings | {"texts": None}
-        same_inputs = (identity, dtype, text_hashes) == (other.identity, other.model["dtype"], other.text_hashes)
-        if same_settings and same_inputs:
+    names = ModelName(model.name, model.revision)
+    settings = _resolve_length(settings, model.encoder)
+    all_settings = {**asdict(settings), "texts": {text.name: str(text.path) for text in texts}}
+    text_hashes = {text.name: compute_identity(*text.identify(settings.limit))[:16] for text in texts}
+    for other in filter(None, (read_earlier(out, names, model.identity), *earlier)):
+        if _measures_the_same(other, model, all_settings, text_hashes):
             if console is not None:
                 console.print("measured before")
-            return replace(other, model=other.model | names, settings=all_settings, command=command)
-    # The state of a pass also depends on the texts, and on the device, where sums have other rounding errors.
-    paths = [source.path for source in sources]
-    state_identity = compute_identity(identity, input_device.type, settings, paths, *text_hashes.values())
-    reader = Stream(model, tokenizer, settings, Output(out, "state").open_state("pass"), state_identity)
-    text_config, devices = model.config.get_text_config(), reader.taps.devices
+            return replace(other, model=other.model | names._asdict(), settings=all_settings, command=command)
+    stream = _open_stream(model, texts, settings, out, text_hashes)
+    text_config, devices = model.encoder.config.get_text_config(), stream.taps.devices
     line, size = describe_memory(
-        settings, text_config, WEIGHT_DTYPES[dtype], devices, len(sources), reader.num_processes
+        settings, text_config, get_dtype(model.dtype), devices, len(texts), stream.num_processes
     )
-    if console is not None and (size > 1e9 or not isinstance(device, str)):
+    if console is not None and (size > 1e9 or hasattr(model.encoder, "hf_device_map")):
         console.print(line, highlight=False, soft_wrap=True)
     # All that does not need the pass, which may take hours, is measured before it, so that a failure shows early.
-    norm = reader.taps.norm
+    final_norm = _measure_final_norm(stream.taps.norm, text_config.hidden_size)
+    embeddings = _measure_embeddings(model, console)
+    summaries = _run_pass(stream, texts, model, console)
+    by_source: dict[str, Any] = {
+        field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
+    }
+    return Measurements(
+        model={
+            **names._asdict(),
+            "dtype": model.dtype,
+            "type": model.encoder.config.model_type,
+            "device": str(model.device),
+        },
+        weights=model.weights,
+        identity=model.identity,
+        settings=all_settings,
+        matrices={side: forms for side, (forms, _) in embeddings.items()},
+        final_norm=final_norm,
+        text_hashes=text_hashes,
+        rows=_count_rows({side: rows for side, (_, rows) in embeddings.items() if rows}, summaries),
+        readings={source: asdict(reading) for source, reading in stream.readings.items()},
+        seconds=model.seconds + time.monotonic() - start + stream.earlier_seconds,
+        processes=stream.num_processes,
+        command=command,
+        **by_source,
+    )
+
+
+def _measures_the_same(
+    other: Measurements, model: OpenedModel, settings: Mapping[str, Any], text_hashes: Mapping[str, str]
+) -> bool:
+    """Return whether measurements are of a model's weights, dtype, settings and texts; paths of texts may differ."""
+    if (other.identity, other.model["dtype"], other.text_hashes) != (model.identity, model.dtype, text_hashes):
+        return False
+    return {**other.settings, "texts": None} == {**settings, "texts": None}
+
+
+def _open_stream(
+    model: OpenedModel, texts: Sequence[Source], settings: MeasureSettings, out: Path, text_hashes: Mapping[str, str]
+) -> Stream:
+    """Return the pass over the texts, which resumes from its state in the output folder."""
+    if model.device.type == "cpu":
+        keep_freed_memory()
+    # The state also depends on the device, where sums have other rounding errors.
+    paths = [text.path for text in texts]
+    state_identity = compute_identity(model.identity, model.device.type, settings, paths, *text_hashes.values())
+    state_path = Output(out, "state").open_state("pass")
+    return Stream(model.encoder, model.tokenizer, settings, state_path, state_identity)
+
+
+def _measure_final_norm(norm: nn.Module | None, dim: int) -> dict[str, Any] | None:
+    """Return the summary of a final normalization's gain and bias; None without a gain."""
+    if norm is None:
+        return None
     with hold_weights(norm):
-        gain_and_bias = None if norm is None else norm_parameters(norm, text_config.hidden_size)
-    final_norm = None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias))
-    weight = read_parameter(model.get_input_embeddings(), "weight")
+        gain_and_bias = norm_parameters(norm, dim)
+    return None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias))
+
+
+def _measure_embeddings(
+    model: OpenedModel, console: Console | None
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the results of `measure_rows` for the input embeddings and the untied output embeddings, by side."""
+    weight = read_parameter(model.encoder.get_input_embeddings(), "weight")
     embeddings = {"input": measure_rows(weight, "input", console)}
-    if output_matrix is not None:
-        embeddings["output"] = measure_rows(output_matrix.values.to(input_device), "output", console)
-    rows = {side: summary for side, (_, summary) in embeddings.items() if summary}
+    if model.output_matrix is not None:
+        embeddings["output"] = measure_rows(model.output_matrix.values.to(model.device), "output", console)
+    return embeddings
+
+
+def _run_pass(
+    stream: Stream, texts: Sequence[Source], model: OpenedModel, console: Console | None
+) -> dict[str, dict[str, Any]]:
+    """Return the result of `summarize_source` for each text, and for all of them together."""
     try:
-        summaries = reader(sources, lambda statistics: summarize_source(statistics, tokenizer), console)
+        return stream(texts, lambda statistics: summarize_source(statistics, model.tokenizer), console)
     except NonFiniteError as error:
-        if dtype != "float16":
+        if model.dtype != "float16":
             raise
         raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bf16") from error
+
+
+def _count_rows(
+    rows: dict[str, dict[str, Any]], summaries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Add to the results of `summarize_rows` how often each projected row's token occurs in all texts together."""
     # The last summary covers all texts together.
     token_counts = list(summaries.values())[-1]["token_counts"] if summaries else None
     for summary in rows.values():
         if token_counts is not None and max(summary["ids"]) < len(token_counts):
             summary["counts"] = token_counts[summary["ids"]].tolist()
-    by_source: dict[str, Any] = {
-        field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
-    }
-    measurements = Measurements(
-        model={
-            **names,
-            "dtype": dtype,
-            "type": model.config.model_type,
-            "device": str(input_device),
-        },
-        weights=weights,
-        identity=identity,
-        settings=all_settings,
-        matrices={side: forms for side, (forms, _) in embeddings.items()},
-        final_norm=final_norm,
-        text_hashes=text_hashes,
-        rows=rows,
-        readings={source: asdict(reading) for source, reading in reader.readings.items()},
-        processes=reader.num_processes,
-        command=command,
-        **by_source,
-    )
-    return replace(measurements, seconds=time.monotonic() - start + reader.earlier_seconds)
+    return rows
 
 
-def hash_model(weights: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> str:
+def hash_model(weights: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of all that a model's measures over a text depend on, as sixteen hexadecimal digits.
 
     That is `weights`, the result of `hash_weights`; the configuration, except for names and versions; and what decides
@@ -180,7 +238,7 @@ def hash_model(weights: str, model: "PreTrainedModel", tokenizer: "PreTrainedTok
     return compute_identity(weights, config, tokenizer_parts)[:16]
 
 
-def hash_weights(model: "PreTrainedModel", output_matrix: "Matrix | None") -> str:
+def hash_weights(model: PreTrainedModel, output_matrix: Matrix | None) -> str:
     """Return a hash of a model's parameters and saved buffers, except its pooler's, and of untied output embeddings.
 
     It has sixteen hexadecimal digits. Offloaded weights are read one by one.
@@ -198,7 +256,7 @@ def hash_weights(model: "PreTrainedModel", output_matrix: "Matrix | None") -> st
     return digest.hexdigest()
 
 
-def summarize_source(statistics: CorpusStatistics, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+def summarize_source(statistics: CorpusStatistics, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return a source's `SOURCE_FIELDS` of `Measurements` by tap, and its `token_counts`, `(vocabulary,)`.
 
     The counts are None without IntraSim, which counts the tokens. The result shares no memory with the statistics.
@@ -237,7 +295,7 @@ def _round_columns(columns: Mapping[str, list[float]]) -> dict[str, list[float]]
 
 
 def describe_activations(
-    summary: MassiveActivationsSummary, tokenizer: "PreTrainedTokenizerBase"
+    summary: MassiveActivationsSummary, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """Return the largest massive activations, each with its ratio to the median and the text of its token."""
     return [
@@ -316,32 +374,7 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
     ]
 
 
-def load_placed_encoder(
-    config: ModelConfig, tokenizer: "PreTrainedTokenizerBase", dtype: str, device: str | Mapping[str, Any]
-) -> Any:
-    """Load a model without its head onto a device, or with its layers on several; see `measure_model`."""
-    from istar.models.pretrained import load_encoder
-
-    placement = {} if isinstance(device, str) else device
-    model: Any = load_encoder(config, tokenizer, WEIGHT_DTYPES[dtype], **placement)
-    return model.to(find_device(device)) if isinstance(device, str) else model
-
-
-def find_device(name: str) -> torch.device:
-    """Return an available device by name, or raise a `UserError`; `auto` is this process's GPU, or else the CPU."""
-    if name == "auto":
-        # torchrun gives each process on a machine its own LOCAL_RANK.
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # no such device, or this build of torch does not support it
-        raise UserError(f"--device {name} is not available; expected auto, cpu, or a device such as cuda:0") from error
-    return device
-
-
-def _resolve_length(settings: MeasureSettings, model: "PreTrainedModel") -> MeasureSettings:
+def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
     """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512.
 
     Raises a `UserError` if the length is greater than the model's longest input.

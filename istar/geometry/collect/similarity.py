@@ -13,13 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
-from istar.finetune.config import ModelConfig
 from istar.geometry.collect.layer_outputs import Taps
-from istar.geometry.collect.measure import load_placed_encoder
 from istar.measures.alignment import cka, cka_with_error
 from istar.measures.jackknife import ValueWithError
 from istar.measures.numerics import accumulation_dtype, full_precision, is_rounding
-from istar.models.pretrained import load_tokenizer
+from istar.models.model_source import ModelSource
+from istar.models.pretrained import load_encoder, load_tokenizer
 from istar.texts.corpus import Block, Blocks, Source, pad_batch, split_into_batches
 from istar.texts.tokenizing import tokenize_parts
 
@@ -119,7 +118,7 @@ def _make_averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
 
 
 def compute_similarities(
-    models: Sequence[tuple[str, ModelConfig]],
+    models: Sequence[tuple[str, ModelSource]],
     documents: Sequence[str],
     length: int,
     device: str | Mapping[str, Any] = "auto",
@@ -132,8 +131,8 @@ def compute_similarities(
     of the models are left out. Raises a `UserError` if a model cannot be loaded, fewer than 4 documents are left, or
     CKA is undefined for all pairs of layers.
     """
-    for _, config in models:
-        tokenizer = load_tokenizer(config)
+    for _, source in models:
+        tokenizer = load_tokenizer(source)
         documents = [text for text in documents if any(part.token_ids for part in tokenize_parts([text], tokenizer))]
     if len(documents) < _MIN_DOCUMENTS:
         raise UserError(
@@ -143,9 +142,9 @@ def compute_similarities(
     labelled_states: list[tuple[str, dict[str, Tensor]]] = []
     with make_progress(console) as progress:
         task = progress.add_task("similarity of layers", total=len(models) * len(documents))
-        for label, config in models:
-            tokenizer = load_tokenizer(config)
-            model = load_placed_encoder(config, tokenizer, dtype, device)
+        for label, source in models:
+            tokenizer = load_tokenizer(source)
+            model = load_encoder(source, tokenizer, dtype, device)
             states = compute_mean_states(
                 model, tokenizer, documents, length, advance=lambda number: progress.advance(task, number)
             )

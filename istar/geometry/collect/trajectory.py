@@ -18,13 +18,37 @@ from istar.geometry.collect import measure, measures_file
 from istar.geometry.collect.measures_file import Measurements, ModelName, OtherModelError
 from istar.geometry.collect.trajectory_file import TRAINING_KIND, Trajectory, TrajectoryPlan, make_csv
 from istar.models.archives import load_archive
+from istar.models.model_source import ModelSource
 from istar.models.saved_checkpoints import Checkpoint
+from istar.texts.readers import iterate_csv
 
 
 class PartialFailure(UserError):  # noqa: N818
     """Raised at the end if some checkpoints could not be measured; the others were."""
 
     exit_code = 1
+
+
+def read_steps(path: Path) -> dict[str, int]:
+    """Read the step of each checkpoint from a CSV file with the columns `checkpoint` and `step`.
+
+    Raises a `UserError` if the file cannot be read, lacks a column, repeats a checkpoint, or has a step that is not a
+    whole number.
+    """
+    header, *rows = [[field.strip() for field in fields] for _, fields in iterate_csv(path)] or [[]]
+    steps: dict[str, int] = {}
+    for fields in rows:
+        row = dict(zip(header, fields, strict=False))
+        name, step_text = row.get("checkpoint", ""), row.get("step", "")
+        if not name or not step_text.isdecimal():
+            raise UserError(
+                f"--steps {path}: a row has the checkpoint {name!r} and the step {step_text!r}; expected the columns "
+                "checkpoint and step, a name and a whole number in each row"
+            )
+        if name in steps:
+            raise UserError(f"--steps {path}: {name} has two rows; expected one for each checkpoint")
+        steps[name] = int(step_text)
+    return steps
 
 
 def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], console: Console) -> Trajectory:
@@ -88,10 +112,10 @@ def _measure_checkpoint(
     Measurements that the folder already has, or that are of the same model, are not taken again.
     """
     output = _checkpoint_output(plan, checkpoint)
-    with _prepare_model(checkpoint, output) as folder:
+    with _prepare_source(checkpoint, output) as source:
         measured = measure.measure_model(
-            checkpoint.name, plan.texts, plan.settings, output.folder, checkpoint.revision, plan.dtype, plan.device,
-            make_console(stderr=True), plan.command, earlier.measurements.values(), folder,
+            measure.open_model(source, plan.dtype, plan.device, checkpoint.name), plan.texts, plan.settings,
+            output.folder, make_console(stderr=True), plan.command, earlier.measurements.values(),
         )  # fmt: skip
     same_weights = (label for label, other in earlier.measurements.items() if other.weights == measured.weights)
     if label := next(same_weights, ""):
@@ -107,19 +131,19 @@ def _checkpoint_output(plan: TrajectoryPlan, checkpoint: Checkpoint) -> Output:
 
 
 @contextmanager
-def _prepare_model(checkpoint: Checkpoint, output: Output) -> Iterator[str]:
-    """Yield the name of a checkpoint's model that `from_pretrained` accepts: a hub id or a folder.
+def _prepare_source(checkpoint: Checkpoint, output: Output) -> Iterator[ModelSource]:
+    """Yield the source of a checkpoint's model.
 
     A `.ckpt` file is converted to a model in the hidden folder of `output`, which is deleted when the block ends.
     """
     if Path(checkpoint.name).suffix != ".ckpt":
-        yield checkpoint.name
+        yield ModelSource(checkpoint.name, checkpoint.revision)
         return
     converted = output.open_state("weights")
     shutil.rmtree(converted, ignore_errors=True)
     try:
         _convert_checkpoint(Path(checkpoint.name), converted)
-        yield str(converted)
+        yield ModelSource(str(converted))
     finally:
         shutil.rmtree(converted, ignore_errors=True)
 

@@ -12,12 +12,15 @@ from istar.finetune.config import ModelConfig, TaskConfig
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import execute as execute_module
 from istar.finetune.execute import launch
+from istar.finetune.execute.build_config import build_config
+from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.examples import load_examples
 from istar.finetune.execute.identify import identify, identify_model, resolve_model
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.loading import find_source, load_splits
 from istar.models import hub as hub_module
 from istar.models import pretrained
+from istar.models.model_source import ModelSource
 from istar.runs.record import RunRecord, read_result
 from istar.runs.tasks import TASKS
 from tests.conftest import SMALL
@@ -117,9 +120,15 @@ def test_all_processes_of_a_run_load_one_commit(hub: MockHub, small: Build, monk
 
 
 def test_a_complete_commit_and_a_folder_need_no_question(hub: MockHub, tmp_path: Path) -> None:
-    commit, folder = hub.repositories["models/org/tiny"].branches["main"], str(tmp_path)
+    commit, folder = hub.repositories["models/org/tiny"].branches["main"], tmp_path / "me@home"
+    folder.mkdir()
     assert resolve_model(ModelConfig("org/tiny", revision=commit)).revision == commit
-    for config in (ModelConfig(folder), ModelConfig(folder, pretrained=False), ModelConfig("tiny", pretrained=False)):
+    for config in (
+        ModelConfig(str(folder)),
+        ModelConfig(str(folder), pretrained=False),
+        ModelConfig("tiny", pretrained=False),
+        ModelConfig("mine", architecture="gpt2", pretrained=False, tokenizer=str(folder)),
+    ):
         assert resolve_model(config) == config
     assert hub.requests == []
 
@@ -162,10 +171,8 @@ def test_wikitext_is_text_without_its_empty_lines(hub: MockHub) -> None:
 def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:
     """The architecture and the tokenizer are those of the model on the hub."""
     config = resolve_model(ModelConfig("org/tiny", pretrained=False))
-    tokenizer = pretrained.load_tokenizer(config)
-    model = pretrained.load_model(
-        config, TASKS["rte"], pretrained.load_config(config, TASKS["rte"], tokenizer), tokenizer
-    )
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, TASKS["rte"], build_config(config, TASKS["rte"], tokenizer), tokenizer)
     assert type(model).__name__ == "BertForSequenceClassification"
     assert identify_model(config) == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
     assert not [request for request in hub.requests if request.endswith("model.safetensors")]
@@ -178,8 +185,8 @@ def test_a_tokenizer_of_the_hub_is_loaded_by_its_commit(hub: MockHub) -> None:
     assert resolved == replace(config, tokenizer=f"org/tiny@{commit}") == resolve_model(resolved)
     assert identify_model(resolved) == f"new tokenizer org/tiny@{commit}"
     assert (
-        pretrained.load_tokenizer(resolved).get_vocab()
-        == pretrained.load_tokenizer(ModelConfig("org/tiny")).get_vocab()
+        pretrained.load_tokenizer(resolved.source()).get_vocab()
+        == pretrained.load_tokenizer(ModelSource("org/tiny")).get_vocab()
     )
     assert not [request for request in hub.requests if "mine" in request]
 
@@ -194,7 +201,7 @@ LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 def read_model_error(revision: str | None = None) -> str:
     """Return the message of the error with which the model org/tiny is refused."""
     with pytest.raises(UserError) as error:
-        pretrained.load_tokenizer(resolve_model(ModelConfig("org/tiny", revision=revision)))
+        pretrained.load_tokenizer(resolve_model(ModelConfig("org/tiny", revision=revision)).source())
     return str(error.value)
 
 

@@ -22,9 +22,9 @@ from istar.finetune.tasks.language_modelling import (
     perplexity,
 )
 from istar.models import tiny
+from istar.models.special_tokens import find_separator_id
 from istar.regularizers.points import IGNORED_LABEL
 from istar.runs.tasks import TASKS
-from istar.texts.tokenizing import find_separator_id
 
 TEXTS = ["The cat sat on a mat.", "It was raining.", "A dog barked at the cat again and again."]
 CLM, MLM = TASKS["clm"], TASKS["mlm"]

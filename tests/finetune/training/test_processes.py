@@ -16,6 +16,8 @@ from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 
 from istar.finetune.config import AdamWConfig, DataConfig, ModelConfig
+from istar.finetune.execute.build_config import build_config
+from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.tasks.loading import load_splits
@@ -23,7 +25,6 @@ from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovarian
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
-from istar.models import pretrained
 from istar.regularizers import CosReg, IStar
 from istar.runs.tasks import TASKS
 from tests.finetune.training.conftest import trainer
@@ -124,18 +125,18 @@ def get_examples(name):
 def make_setup(name):
     """Return a tokenized demo task and a tiny float64 model without dropout; spans are in several windows."""
     spec, model_config = TASKS[name], ModelConfig("tiny", pretrained=False)
-    tokenizer = pretrained.load_tokenizer(model_config)
+    tokenizer = build_tokenizer(model_config)
     examples = get_examples(name)
     validation, train = examples.select(range(EXAMPLES)), examples.select(range(EXAMPLES, len(examples)))
     max_length = 28 if spec.kind == "span" else 64
     options = {"doc_stride": 4, "cache_dir": None}
     features = featurize(spec, validation, tokenizer, max_length, training=False, **options)
-    config = pretrained.load_config(model_config, spec, tokenizer)
+    config = build_config(model_config, spec, tokenizer)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     config.initializer_range = 0.3  # Wide enough for predictions that differ.
     torch.manual_seed(0)
     return SimpleNamespace(
-        model=pretrained.load_model(model_config, spec, config, tokenizer).double(),
+        model=build_model(model_config, spec, config, tokenizer).double(),
         train=featurize(spec, train, tokenizer, max_length, training=True, **options),
         validation=features,
         collate=Collator(tokenizer),

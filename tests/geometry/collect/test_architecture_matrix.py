@@ -19,7 +19,7 @@ from istar.geometry.collect.layer_outputs import Taps
 from istar.hidden_states.model_layers import ReturnedStates, find_layers
 from istar.hidden_states.reader import HiddenStateReader
 from istar.measures.norms import norm_parameters
-from istar.texts.tokenizing import find_max_input_length
+from istar.models.architectures import find_max_input_length
 from tests.architectures import MODELS
 
 VOCABULARY, WIDTH, LAYERS = 50, 16, 3

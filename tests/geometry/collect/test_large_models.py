@@ -13,7 +13,6 @@ from rich.console import Console
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.finetune.config import ModelConfig
 from istar.finetune.execute import extras
 from istar.geometry.collect import measure, memory, similarity
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
@@ -21,6 +20,7 @@ from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.hidden_states.offloading import find_input_device
+from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder
 from istar.texts.corpus import Source
 from tests.geometry.collect.test_stream import SENTENCES, TOKENIZER
@@ -64,9 +64,12 @@ def place_layers(num_on_cpu: int, other: str) -> dict[str, Any]:
     return {"device_map": {"embed_tokens": "cpu", **layers, "norm": other, "rotary_emb": "cpu"}}
 
 
-def measure_folder(folder: Path, name: str, **options: Any) -> Measurements:
+def measure_folder(
+    folder: Path, name: str, device: Any = "cpu", dtype: str = "float32", console: Console | None = None
+) -> Measurements:
     sources = [Source("text", folder / "text.txt")]
-    return measure.measure_model(str(folder / "model"), sources, SETTINGS, folder / name, **options)
+    model = measure.open_model(ModelSource(str(folder / "model")), dtype, device)
+    return measure.measure_model(model, sources, SETTINGS, folder / name, console)
 
 
 def strip(measurements: Measurements) -> str:
@@ -76,14 +79,12 @@ def strip(measurements: Measurements) -> str:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Measurements:
-    return measure_folder(folder, "plain", device="cpu")
+    return measure_folder(folder, "plain")
 
 
 @pytest.mark.parametrize("num_on_cpu", [1, 3])
 def test_offloaded_layers_give_the_same_measures(folder: Path, plain: Measurements, num_on_cpu: int) -> None:
-    model = load_encoder(
-        ModelConfig(str(folder / "model")), TOKENIZER, torch.float32, **place_layers(num_on_cpu, "disk")
-    )
+    model = load_encoder(ModelSource(str(folder / "model")), TOKENIZER, device=place_layers(num_on_cpu, "disk"))
     assert [layer.mlp.up_proj.weight.is_meta for layer in model.layers] == [index >= num_on_cpu for index in range(4)]
     offloaded = measure_folder(folder, f"disk-{num_on_cpu}", device=place_layers(num_on_cpu, "disk"))
     assert offloaded.final_norm is not None
@@ -98,12 +99,12 @@ def test_offloaded_embeddings_are_read_from_the_disk(folder: Path, plain: Measur
 
 def test_offloaded_weights_have_the_dtype_of_the_others(folder: Path) -> None:
     """The file has float32."""
-    plain = measure_folder(folder, "plain-bf16", device="cpu", dtype="bf16")
+    plain = measure_folder(folder, "plain-bf16", dtype="bf16")
     assert strip(measure_folder(folder, "disk-bf16", device=place_layers(2, "disk"), dtype="bf16")) == strip(plain)
 
 
 def test_states_come_from_all_places(folder: Path) -> None:
-    model = load_encoder(ModelConfig(str(folder / "model")), TOKENIZER, torch.float32, **place_layers(2, "disk"))
+    model = load_encoder(ModelSource(str(folder / "model")), TOKENIZER, device=place_layers(2, "disk"))
     taps = Taps(model)
     states = taps({"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)})
     assert find_input_device(model) == taps.device == CPU
@@ -112,7 +113,7 @@ def test_states_come_from_all_places(folder: Path) -> None:
 
 
 def test_similarity_of_offloaded_models(folder: Path) -> None:
-    models = [(label, ModelConfig(str(folder / "model"))) for label in ("first", "second")]
+    models = [(label, ModelSource(str(folder / "model"))) for label in ("first", "second")]
     plain = similarity.compute_similarities(models, SENTENCES, 16, "cpu")
     assert similarity.compute_similarities(models, SENTENCES, 16, place_layers(1, "disk")) == plain
     half = similarity.compute_similarities(models, SENTENCES, 16, place_layers(1, "disk"), dtype="bf16")
@@ -129,7 +130,7 @@ def test_a_map_leaves_room_for_the_first_layer(folder: Path) -> None:
 def test_adapters_are_not_placed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder / "model")}))
     with pytest.raises(UserError, match=r"holds adapters; merge them into a model"):
-        load_encoder(ModelConfig(str(tmp_path)), TOKENIZER, torch.float32, device_map="auto")
+        load_encoder(ModelSource(str(tmp_path)), TOKENIZER, device={"device_map": "auto"})
 
 
 @pytest.mark.slow
@@ -270,10 +271,10 @@ def test_a_pass_without_memory_is_refused(
     with pytest.raises(
         UserError, match=r"takes 0\.01 GB on cpu of 0\.00 free in addition to the weights; lower --batch-tok"
     ):
-        measure_folder(folder, "refused", device="cpu")
+        measure_folder(folder, "refused")
     monkeypatch.setattr(memory, "read_free_bytes", lambda device: None)
     output = io.StringIO()
-    measured = measure_folder(folder, "unknown", device="cpu", console=Console(file=output))
+    measured = measure_folder(folder, "unknown", console=Console(file=output))
     assert strip(measured) == strip(plain)
     assert "memory" not in output.getvalue()  # a small pass on one device
 

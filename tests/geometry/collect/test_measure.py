@@ -36,6 +36,7 @@ from istar.geometry.show import terminal_tables
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.matrix_forms import MAX_ROWS
 from istar.measures.spectrum import decompose_rows
+from istar.models.model_source import ModelSource
 from istar.texts.corpus import Source
 from tests import oracles
 from tests.architectures import MODELS
@@ -97,11 +98,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def open_folder(folder: Path, dtype: str = "float32") -> measure.OpenedModel:
+    return measure.open_model(ModelSource(str(folder)), dtype, "cpu")
+
+
 @pytest.fixture(scope="module")
 def measurements(folder: Path) -> Measurements:
     """Return measurements whose TwoNN is not defined, because the sample has two points."""
     sources = [Source(name, folder / "text.txt") for name in ("a", "b")]
-    return measure.measure_model(str(folder / "model"), sources, MeasureSettings(16, sample=2), folder / "out")
+    return measure.measure_model(open_folder(folder / "model"), sources, MeasureSettings(16, sample=2), folder / "out")
 
 
 def test_undefined_numbers_are_null_in_the_file(measurements: Measurements, tmp_path: Path) -> None:
@@ -150,7 +155,7 @@ def measure_quickly(model: Path, text: Path, out: Path, names: Sequence[str] = (
     """Return measurements, also written to `out`, and whether an earlier call has taken them."""
     console = Console(file=io.StringIO())
     settings, sources = MeasureSettings(16, sample=0, intra=False), [Source(name, text) for name in names]
-    measured = measure.measure_model(str(model), sources, settings, out, console=console)
+    measured = measure.measure_model(open_folder(model), sources, settings, out, console)
     write_measures(measured, out)
     return measured, "measured before" in console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -269,7 +274,7 @@ def test_sentences_of_a_real_encoder_one_at_a_time(minilm: Path, real_data: Path
     points = torch.cat(states).numpy()
     settings = MeasureSettings(0, sample=0, intra=False)
     measures = measure.measure_model(
-        str(minilm), [Source("rte", tmp_path / "rte.txt")], settings, tmp_path, dtype="float64", device="cpu"
+        open_folder(minilm, "float64"), [Source("rte", tmp_path / "rte.txt")], settings, tmp_path
     ).sources["rte"]["layer_6"]
     assert measures["tokens"] == len(points)
     assert measures["inter_sim"] == pytest.approx(oracles.mean_pair_cosine(points), rel=1e-9)
@@ -280,7 +285,7 @@ def test_sentences_of_a_real_encoder_one_at_a_time(minilm: Path, real_data: Path
 def complete_measurements(folder: Path) -> Measurements:
     settings = MeasureSettings(16, measures="all", groups=3)
     return measure.measure_model(
-        str(folder / "model"), [Source("a", folder / "text.txt")], settings, folder / "complete"
+        open_folder(folder / "model"), [Source("a", folder / "text.txt")], settings, folder / "complete"
     )
 
 

@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from istar.cli.main import main
 from istar.geometry.collect.corpus_statistics import MeasureSettings
-from istar.geometry.collect.measure import measure_model
+from istar.geometry.collect.measure import measure_model, open_model
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.similarity import compute_mean_states
 from istar.models import tiny
+from istar.models.model_source import ModelSource
 from istar.texts.corpus import Source
 from istar.texts.new_tokenizer import train_tokenizer
 from tests.geometry.collect.test_architecture_matrix import CASES, EXPERTS, SEQ2SEQ, SHAPE
@@ -49,7 +50,9 @@ def save(folder: Path, name: str, auto_class: Any = AutoModel, **settings: Any) 
 def measure(folder: Path, batch_tokens: int | None = None) -> Measurements:
     """Measure a saved model over `TEXTS` as `istar measure` does, without its page."""
     settings = MeasureSettings(0, batch_tokens=batch_tokens, sample=0, groups=0)
-    return measure_model(str(folder), [Source("text", folder / "text.txt")], settings, folder, device="cpu")
+    return measure_model(
+        open_model(ModelSource(str(folder)), device="cpu"), [Source("text", folder / "text.txt")], settings, folder
+    )
 
 
 def read_refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:

@@ -10,11 +10,11 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.finetune.config import ModelConfig
 from istar.geometry.collect.layer_outputs import Taps
 from istar.geometry.collect.similarity import compute_mean_states, compute_similarities, read_first_documents
 from istar.measures.alignment import cka, cka_with_error
 from istar.models import tiny
+from istar.models.model_source import ModelSource
 from istar.texts import demo
 from istar.texts.corpus import Source
 from tests.geometry.synthetic import make_measurements, write_measures
@@ -59,7 +59,7 @@ def test_similarities_of_all_pairs(tmp_path: Path) -> None:
     for index, num_layers in enumerate((1, 2, 2)):
         make_encoder(index, num_layers).save_pretrained(tmp_path / str(index))
         TOKENIZER.save_pretrained(tmp_path / str(index))
-        models.append((f"model {index}", ModelConfig(name=str(tmp_path / str(index)))))
+        models.append((f"model {index}", ModelSource(str(tmp_path / str(index)))))
     texts = make_documents(40)
     similarities = compute_similarities([*models[:2], ("again", models[1][1])], texts, 128, "cpu")
     assert [(pair.first, pair.second) for pair in similarities] == [
@@ -85,18 +85,18 @@ def test_similarities_of_all_pairs(tmp_path: Path) -> None:
 def test_few_documents_give_no_standard_error(tmp_path: Path) -> None:
     make_encoder(0).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    config = ModelConfig(name=str(tmp_path))
-    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(19), 8, "cpu")
+    source = ModelSource(str(tmp_path))
+    (similarity,) = compute_similarities([("first", source), ("again", source)], make_documents(19), 8, "cpu")
     assert np.isnan(similarity.errors_of_largest).all()
-    (similarity,) = compute_similarities([("first", config), ("again", config)], make_documents(20), 8, "cpu")
+    (similarity,) = compute_similarities([("first", source), ("again", source)], make_documents(20), 8, "cpu")
     assert np.isfinite(similarity.errors_of_largest).all()
 
 
-def save_models(folder: Path, *encoders: hf.BertModel) -> list[tuple[str, ModelConfig]]:
+def save_models(folder: Path, *encoders: hf.BertModel) -> list[tuple[str, ModelSource]]:
     for index, encoder in enumerate(encoders):
         encoder.save_pretrained(folder / str(index))
         TOKENIZER.save_pretrained(folder / str(index))
-    return [(f"model {index}", ModelConfig(name=str(folder / str(index)))) for index in range(len(encoders))]
+    return [(f"model {index}", ModelSource(str(folder / str(index)))) for index in range(len(encoders))]
 
 
 def test_documents_without_tokens_for_a_model_are_left_out(tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ def test_models_are_compared_without_cka(
     text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = []
-    for label, config in save_models(tmp_path, make_encoder(0), make_encoder(1)):
-        model = {"name": config.name, "revision": None, "type": "bert", "dtype": "float32", "device": "cpu"}
+    for label, source in save_models(tmp_path, make_encoder(0), make_encoder(1)):
+        model = {"name": source.name, "revision": None, "type": "bert", "dtype": "float32", "device": "cpu"}
         folders.append(str(tmp_path / label))
         write_measures(make_measurements(model=model), tmp_path / label)
     (tmp_path / "text.txt").write_text(text)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry.collect import measure, measures_file, trajectory_file
+from istar.geometry.collect import measure, measures_file, trajectory, trajectory_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
@@ -467,7 +467,7 @@ def test_steps_from_a_table(tmp_path: Path) -> None:
         write_model_folder(tmp_path / "saved" / name)
     table = tmp_path / "steps.csv"
     table.write_text(f"checkpoint,step\nb,0\n{tmp_path / 'saved' / 'c'},70\na,500\n")
-    steps = saved_checkpoints.read_steps(table)
+    steps = trajectory.read_steps(table)
     assert list(find_steps(tmp_path / "saved" / "*", steps=steps).items()) == [("b", 0), ("c", 70), ("a", 500)]
     revisions = saved_checkpoints.find_revisions("some/model", ["main", "step9"], {"main": 20, "step9": 10})
     assert [revision.step for revision in revisions] == [20, 10]
@@ -480,9 +480,9 @@ def test_steps_from_a_table(tmp_path: Path) -> None:
     ):
         table.write_text(rows)
         with pytest.raises(UserError, match=message):
-            find_steps(tmp_path / "saved" / "*", steps=saved_checkpoints.read_steps(table))
+            find_steps(tmp_path / "saved" / "*", steps=trajectory.read_steps(table))
     with pytest.raises(UserError, match="cannot be read"):
-        saved_checkpoints.read_steps(tmp_path / "none.csv")
+        trajectory.read_steps(tmp_path / "none.csv")
 
 
 def test_the_table_on_the_terminal_compares_by_both_signs(

@@ -23,13 +23,15 @@ from transformers import (
 
 from istar.errors import UserError
 from istar.finetune.config import Config, ModelConfig
+from istar.finetune.execute.build_config import build_config, make_config, override_config
+from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.identify import identify_model
 from istar.finetune.execute.run import run
 from istar.models import pretrained, tiny
-from istar.models.architectures import is_decoder, make_config, override_config
+from istar.models.architectures import find_max_input_length, is_decoder
+from istar.models.model_source import ModelSource
 from istar.runs.tasks import TASKS
 from istar.texts import demo
-from istar.texts.tokenizing import find_max_input_length
 from tests.finetune.execute.faults import warnings_in
 
 CLM = replace(TASKS["demo_sentence"], name="clm", kind="causal_lm", labels=())
@@ -49,8 +51,8 @@ def make_new_config(architecture: str, **settings: Any) -> ModelConfig:
 
 
 def load(config: ModelConfig, spec: Any) -> tuple[Any, Any]:
-    tokenizer = pretrained.load_tokenizer(config, TEXTS)
-    return pretrained.load_model(config, spec, pretrained.load_config(config, spec, tokenizer), tokenizer), tokenizer
+    tokenizer = build_tokenizer(config, TEXTS)
+    return build_model(config, spec, build_config(config, spec, tokenizer), tokenizer), tokenizer
 
 
 @pytest.mark.parametrize("architecture", ["camembert", "mpnet", "longformer", "esm"])
@@ -141,7 +143,7 @@ def test_question_answering_has_the_weights_of_the_decoder(babyllama: Path, tmp_
     loaded_weights = AutoModelForQuestionAnswering.from_pretrained(tmp_path).state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(loaded_weights[name], value)
-    encoder_weights = pretrained.load_encoder(ModelConfig(name=str(tmp_path)), tokenizer, torch.float32).state_dict()
+    encoder_weights = pretrained.load_encoder(ModelSource(str(tmp_path)), tokenizer).state_dict()
     for name, value in encoder_weights.items():
         assert torch.equal(value, expected_weights[name])
 
@@ -167,7 +169,7 @@ def test_a_tokenizer_of_another_model(babyllama: Path) -> None:
     model, tokenizer = load(make_new_config("gpt2", tokenizer=str(babyllama)), CLM)
     assert model.config.vocab_size == len(tokenizer) == 105
     with pytest.raises(UserError, match=r"^tokenizer /nowhere: there is no such folder"):
-        pretrained.load_tokenizer(make_new_config("gpt2", tokenizer="/nowhere"))
+        build_tokenizer(make_new_config("gpt2", tokenizer="/nowhere"))
 
 
 def test_the_files_of_a_tokenizer_identify_a_model(tmp_path: Path) -> None:
@@ -235,10 +237,10 @@ def test_decoders_and_tokenizers_without_a_mask_are_no_masked_language_models(tm
         assert get_load_error(make_new_config(architecture), MLM).startswith("task=mlm needs an encoder")
     config = save_bert(tmp_path, BertForMaskedLM, with_mask_token=False)
     # BERT's class of tokenizers adds the mask token when it is loaded.
-    tokenizer = pretrained.load_tokenizer(config)
+    tokenizer = build_tokenizer(config)
     tokenizer.mask_token = None
     with pytest.raises(UserError, match="needs a tokenizer with a mask token"):
-        pretrained.load_config(config, MLM, tokenizer)
+        build_config(config, MLM, tokenizer)
 
 
 def test_architectures_without_a_head_are_refused() -> None:
@@ -261,7 +263,7 @@ def test_unknown_architectures_and_values_are_refused() -> None:
 
 def test_training_a_tokenizer_needs_text() -> None:
     with pytest.raises(UserError, match="needs the text of a task"):
-        pretrained.load_tokenizer(make_new_config("gpt2"))
+        build_tokenizer(make_new_config("gpt2"))
 
 
 def test_values_of_a_loaded_configuration(tmp_path: Path) -> None:
