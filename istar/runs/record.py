@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Required
 from istar.errors import UserError
 from istar.files.parsing import MissingFileError, read_record
 from istar.files.writing import write_text
+from istar.runs.key import RECORD_FORMAT, RunKey
 from istar.runs.names import merit
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ RESULT = "result.json"
 CONFIG = "config.yaml"
 GEOMETRY = "geometry.json"
 METRICS_FILE = "metrics.csv"
+KEY = ".istar/key.json"
 PROGRESS = ".istar/progress.json"
 KEPT_MODELS = "models"
-RECORD_FORMAT = 1
 _START_COMMENT = "# The run began at "
 _REPORTED_PACKAGES = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
@@ -63,7 +64,6 @@ class _Timing(TypedDict, total=False):
 
 
 class _Data(TypedDict, total=False):
-    fingerprint: str
     train: _Count
     validation: dict[str, _Count]  # by validation set
 
@@ -101,13 +101,29 @@ class _Settings(TypedDict):
     seed: _Count
 
 
+class _KeySettings(TypedDict):
+    """The settings in a run's key that readers of runs need, among many others."""
+
+    task: _Named
+    model: dict[str, Any]
+    reg: _Penalty
+    seed: _Count
+
+
+class _Key(TypedDict):
+    settings: _KeySettings
+    data: str
+    model: str
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """The outcome of a run, as stored in `result.json`; `read` checks the types that are annotated here."""
 
-    name: str  # name of the run and of its folder; it ends with the identity hash
+    name: str  # name of the run and of its folder; it ends with the hash of the key
     status: Annotated[str, Literal["finished", "failed", "pruned"]]
     config: Annotated[dict[str, Any], _Settings]  # resolved config, with the keys of the command line
+    key: Annotated[RunKey, _Key]  # what makes other runs equal to this one, or repetitions of it
     # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
     headline: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
     # Choice of the best epoch: the `set` (a validation set or `held_out`), the name of the `metric`, and its `value`.
@@ -122,15 +138,13 @@ class RunRecord:
     # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
     isotropy: Annotated[dict[str, Any], _Isotropy] = field(default_factory=dict)
     epochs: Annotated[list[dict[str, Any]], list[_Epoch]] = field(default_factory=list)  # metrics and isotropy of each
-    # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
+    # Sizes of the data sets, and number of validation examples that also occur in the training data.
     data: Annotated[dict[str, Any], _Data] = field(default_factory=dict)
     skipped_steps: _Count = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
     # First start, `began` (UTC, ISO 8601), and durations in seconds, in `total` and by phase, in the process that
     # finished the run.
     timing: Annotated[dict[str, Any], _Timing] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
-    # Hub id and commit of the model before training, or a hash of the files of a local folder; see `identity_hash`.
-    model_identity: str | None = None
     # Commit of the data set on the hub. None for a local folder, for generated examples, and offline if the cache of
     # `datasets` does not name the commit.
     data_commit: str | None = None
@@ -246,6 +260,15 @@ def write_result(record: RunRecord, folder: Path) -> None:
     write_text(folder / RESULT, json.dumps(asdict(record), indent=2, allow_nan=True) + "\n")
 
 
+def write_key(key: RunKey, folder: Path) -> None:
+    """Write the key of a run into its folder, where `read_unfinished` finds it before there is a record."""
+    write_text(folder / KEY, json.dumps(asdict(key)))
+
+
+def _make_key(values: Mapping[str, Any]) -> RunKey:
+    return RunKey(values["settings"], values["data"], values["model"])
+
+
 def check_runs_folder(root: Path) -> None:
     """Raise a `UserError` if the folder that a command searches for runs is not a folder."""
     if not root.is_dir():
@@ -260,9 +283,10 @@ def read_result(folder: Path) -> RunRecord:
     """
     path = folder / RESULT
     try:
-        record = RunRecord(**read_record(path, RunRecord, "a result", RECORD_FORMAT))
+        values = read_record(path, RunRecord, "a result", RECORD_FORMAT)
     except MissingFileError as error:
         raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is not a run folder") from error
+    record = RunRecord(**values | {"key": _make_key(values["key"])})
     if gap := _find_gap(record):
         raise UserError(f"{path}: {gap}")
     return record
@@ -270,9 +294,10 @@ def read_result(folder: Path) -> RunRecord:
 
 def _find_gap(record: RunRecord) -> str:
     """Return what a record lacks for its readers, or an empty string; an unfinished run may lack much."""
-    reg, headline = record.config["reg"], record.headline
-    if reg["name"] != "none" and "lambda" not in reg:
-        return "its config lacks reg.lambda"
+    headline = record.headline
+    for settings in (record.config, record.key.settings):
+        if settings["reg"]["name"] != "none" and "lambda" not in settings["reg"]:
+            return "its config lacks reg.lambda"
     if record.status != "finished":
         return ""
     before, after = (record.isotropy.get(stage, {}) for stage in ("before", "after"))
@@ -288,14 +313,15 @@ def _find_gap(record: RunRecord) -> str:
 
 
 def read_unfinished(folder: Path) -> RunRecord:
-    """Return a record with the status `unfinished` and the config of a run without a `result.json`.
+    """Return a record with the status `unfinished`, and with the config and the key of a run without a `result.json`.
 
     Raises:
-        UserError: if `config.yaml` is missing or cannot be read, or is not the config of a run.
+        UserError: if `config.yaml` or the key is missing or cannot be read, or is not from a run.
     """
     path = folder / CONFIG
     config = read_record(path, _Settings, "a config")
-    record = RunRecord(folder.name, "unfinished", config, timing={"began": read_start_time(folder)})
+    key = _make_key(read_record(folder / KEY, _Key, "a key"))
+    record = RunRecord(folder.name, "unfinished", config, key, timing={"began": read_start_time(folder)})
     if gap := _find_gap(record):
         raise UserError(f"{path}: {gap}")
     return record

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,8 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
         save(record("rte", model, istar(), seed, 0.5 + seed / 100), tmp_path / "runs")
-    save(RunRecord("failed", "failed", record("rte", model, BASE, 3).config, error=NASTY), tmp_path / "runs")
+    failed = record("rte", model, BASE, 3, status="failed", name="failed")
+    save(replace(failed, error=NASTY), tmp_path / "runs")
     (tmp_path / "runs" / "<i>no & run").mkdir()
     report.write_report(tmp_path / "runs", tmp_path / "report")
     page = parsed(tmp_path / "report" / "index.html")

@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from istar.errors import UserError, check_at_least, check_one_of
 from istar.files.folders import is_model_folder
 from istar.finetune.config.fields import NOT_IN_IDENTITY
-from istar.runs.identity import TINY
+from istar.runs.names import TINY
 
 ALL_LINEAR = "all-linear"
 """Value of `model.lora_target_modules` for adapters on all linear modules."""

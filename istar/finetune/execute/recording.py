@@ -49,9 +49,9 @@ def start_record(job: Job) -> RunRecord:
         job.folder.name,
         "failed",
         to_dict(job.config),
+        job.identity.key,
         timing={"began": read_start_time(job.folder)},
         versions=installed_versions(),
-        model_identity=job.identity.model_identity,
         data_commit=job.data.examples.commit,
         **describe_code(),
         **describe_hardware(job.trainer.strategy.root_device, job.trainer.world_size),
@@ -154,7 +154,6 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         max(job.tokenizer.get_vocab().values()) + 1,
     )
     data: dict[str, Any] = {
-        "fingerprint": job.identity.data_fingerprint,
         "validation": {name: len(rows) for name, rows in examples_by_set.items()},
     }
     if examples.stream is None:

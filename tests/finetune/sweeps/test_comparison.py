@@ -20,21 +20,23 @@ from istar.finetune.sweeps.comparison import (
     build_comparison_table,
     format_comparison_as_markdown,
 )
-from istar.runs.identity import label_method
 from istar.runs.record import RunRecord
 from istar.runs.run_rows import Configuration, group_by_task
+from tests.finished_runs import make_plain_key
 
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
+    config = {
+        "task": {"name": "rte"},
+        "model": {"name": "google-bert/bert-base-cased"},
+        "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
+        "seed": 1,
+    }
     record = RunRecord(
         name="rte-bert-istar-0123456789ab",
         status="finished",
-        config={
-            "task": {"name": "rte"},
-            "model": {"name": "google-bert/bert-base-cased"},
-            "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
-            "seed": 1,
-        },
+        config=config,
+        key=make_plain_key(config),
         headline={"metric": "accuracy", "value": 0.70758, "epoch": 3},
         metrics={"accuracy": 0.70758, "f1": 0.6543, "loss": 0.61234},
         baseline={"accuracy": 0.5271, "f1": 0.0},
@@ -47,6 +49,11 @@ def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
         timing={"total": 61.7},
     )
     return replace(record, **changes)
+
+
+def with_settings(record: RunRecord, **settings: Any) -> RunRecord:
+    config = {**record.config, **settings}
+    return replace(record, config=config, key=make_plain_key(config))
 
 
 def render_table(table: Any) -> str:
@@ -123,7 +130,7 @@ def test_negative_metrics() -> None:
     ],
 )
 def test_method(reg: dict[str, Any], name: str) -> None:
-    assert label_method(make_record(reg).config) == name
+    assert make_record(reg).key.label == name
 
 
 def test_summary() -> None:
@@ -152,14 +159,11 @@ def test_comparison() -> None:
     columns = [name for name in COMPARISON_COLUMNS[2:] if name != "seed"]
     assert [column.header for column in table.columns] == columns
     lines = [split_cells(line) for line in render_table(table).splitlines() if len(split_cells(line)) == len(columns)]
-    assert lines[-3:] == [
-        [row[2], *row[4:]] for row in (make_row(label_method(record.config), record) for record in records)
-    ]
+    assert lines[-3:] == [[row[2], *row[4:]] for row in (make_row(record.key.label, record) for record in records)]
 
 
 def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
-    other = make_record()
-    other.config["task"] = {"name": "stsb"}
+    other = with_settings(make_record(), task={"name": "stsb"})
     table = build_comparison_table(group_by_task([make_record(), other]))
     assert table.title == "bert-base-cased · seed 1"
     assert [column.header for column in table.columns] == ["task", "method", *COMPARISON_COLUMNS[4:]]
@@ -167,8 +171,7 @@ def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
 
 def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
     records = [make_seeded_record(seed, value) for seed, value in ((1, 0.70), (2, 0.73), (4, 0.71))]
-    other = make_seeded_record(1, 0.5)
-    other.config["optim"] = {"lr": 1.0}
+    other = with_settings(make_seeded_record(1, 0.5), optim={"lr": 1.0})
     table = build_comparison_table(group_by_task([records[0], other, *records[1:]]))
     assert table.title == "rte, accuracy · bert-base-cased"
     assert [column.header for column in table.columns] == list(COMPARISON_COLUMNS[2:])
@@ -183,7 +186,7 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
 
 def make_seeded_record(seed: int, value: float, **fields: Any) -> RunRecord:
     record = make_record(headline={"metric": "accuracy", "value": value, "epoch": 2}, **fields)
-    return replace(record, config={**record.config, "seed": seed})
+    return with_settings(record, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +201,7 @@ def test_markdown() -> None:
     lines = format_comparison_as_markdown(group_by_task(records)).splitlines()
     assert split_cells(lines[0]) == list(COMPARISON_COLUMNS)
     assert set(split_cells(lines[1])) == {"---"}
-    assert [split_cells(line) for line in lines[2:]] == [
-        make_row(label_method(record.config), record) for record in records
-    ]
+    assert [split_cells(line) for line in lines[2:]] == [make_row(record.key.label, record) for record in records]
     assert len({line.count("|") for line in lines}) == 1
 
 
@@ -224,10 +225,12 @@ METHODS = ["Base", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4", "CosReg λ=1"]
 
 def make_drawn_record(number: int, value: float | None = None, baseline: bool = True) -> RunRecord:
     layers = [str(layer) for layer in range(13)]
+    config = {"task": {"name": "rte"}, "model": {"name": "bert"}, "reg": REGS[number % 6], "seed": number // 6}
     return RunRecord(
         name=f"run{number}",
         status="finished",
-        config={"task": {"name": "rte"}, "model": {"name": "bert"}, "reg": REGS[number % 6], "seed": number // 6},
+        config=config,
+        key=make_plain_key(config),
         headline={"metric": "accuracy", "value": 0.6 + 0.05 * (number % 6) if value is None else value, "epoch": 1},
         baseline={"accuracy": 0.5} if baseline else {},
         isotropy={
