@@ -25,7 +25,7 @@ RESULT = "result.json"
 CONFIG = "config.yaml"
 GEOMETRY = "geometry.json"
 METRICS_FILE = "metrics.csv"
-KEY = ".istar/key.json"
+KEY = "key.json"
 PROGRESS = ".istar/progress.json"
 KEPT_MODELS = "models"
 _START_COMMENT = "# The run began at "
@@ -260,9 +260,9 @@ def write_result(record: RunRecord, folder: Path) -> None:
     write_text(folder / RESULT, json.dumps(asdict(record), indent=2, allow_nan=True) + "\n")
 
 
-def write_key(key: RunKey, folder: Path) -> None:
-    """Write the key of a run into its folder, where `read_unfinished` finds it before there is a record."""
-    write_text(folder / KEY, json.dumps(asdict(key)))
+def format_key(key: RunKey) -> str:
+    """Return the content of `key.json`, which `read_unfinished` reads until there is a record with the key."""
+    return json.dumps(asdict(key), indent=2) + "\n"
 
 
 def _make_key(values: Mapping[str, Any]) -> RunKey:

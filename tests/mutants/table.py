@@ -950,8 +950,8 @@ MUTATIONS = [
     Mutation(
         "The reported set chooses the configuration, although other data are held out for it.",
         "istar/reports/configurations.py",
-        "record.selection_merit if record.headline else math.nan for",
-        "merit(record.headline['metric'], record.headline['value']) if record.headline else math.nan for",
+        "selection_merit=record.selection_merit if record.headline",
+        "selection_merit=float(record.headline['value']) if record.headline",
         "tests/reports/test_method_comparisons.py",
     ),
     Mutation(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from istar.runs.record import RESULT, RunRecord, write_key
+from istar.runs.record import KEY, RESULT, RunRecord, format_key
 from tests.finished_runs import make_plain_key
 
 METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson", "clm": "perplexity"}
@@ -109,7 +109,8 @@ def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:
     """Write and return a run's folder; only a finished run has a `geometry.json`."""
     folder = root / run.name
     if run.status == "unfinished":
-        write_key(run.key, folder)
+        folder.mkdir(parents=True)
+        (folder / KEY).write_text(format_key(run.key))
         (folder / "config.yaml").write_text(json.dumps(run.config))
         return folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -320,7 +320,7 @@ def test_each_model_has_one_command_for_all_its_tasks(tmp_path: Path) -> None:
         "istar train -m +sweep=table1 task=demo model=tiny",
     ]
     for path in ("easy.txt", "hard.txt"):
-        save(record("clm", "tiny", BASE, 1, status="failed", task__data_dir=path), tmp_path)
+        save(record("clm", "tiny", BASE, 1, status="failed", data=path, task__data_dir=path), tmp_path)
     runs = read_runs(tmp_path, keep_records=True)
     assert sweep_commands.build_sweep_commands("table1", runs.frame, runs.records, "runs")[2:4] == [
         f"istar train -m +sweep=table1 task=clm task.data_dir={path} model=tiny" for path in ("easy.txt", "hard.txt")

@@ -28,7 +28,7 @@ from istar.reports.run_frame import (
     read_runs,
     sort_runs,
 )
-from istar.runs.record import RESULT, RunRecord, write_key, write_result
+from istar.runs.record import KEY, RESULT, RunRecord, format_key, write_result
 from tests.finished_runs import make_key
 
 
@@ -67,7 +67,8 @@ def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., 
 
 
 def write_unfinished(record: RunRecord, folder: Path) -> None:
-    write_key(record.key, folder)
+    folder.mkdir()
+    (folder / KEY).write_text(format_key(record.key))
     (folder / "config.yaml").write_text(yaml.safe_dump(record.config))
 
 

@@ -21,7 +21,7 @@ from istar.finetune.sweeps import live_table, sweep_plan
 from istar.models.saved_checkpoints import find_checkpoints
 from istar.reports import report
 from istar.reports.run_frame import read_runs
-from istar.runs.record import CONFIG, KEY, PROGRESS, RESULT, write_key
+from istar.runs.record import CONFIG, KEY, PROGRESS, RESULT, format_key
 from tests.reports.synthetic import BASE, istar, record, save
 
 pytestmark = [
@@ -118,12 +118,12 @@ def root(tmp_path: Path) -> Path:
             path = root / f"bad {file_name} {name}" / file_name
             path.parent.mkdir()
             path.write_bytes(text.encode() if isinstance(text, str) else text)
-            write_key(GOOD.key, path.parent)
+            (path.parent / KEY).write_text(format_key(GOOD.key))
     for name, text in {"cut": "{", "without settings": "{}", "empty": ""}.items():
-        path = root / f"bad {KEY.replace('/', ' ')} {name}" / KEY
-        path.parent.mkdir(parents=True)
+        path = root / f"bad {KEY} {name}" / KEY
+        path.parent.mkdir()
         path.write_text(text)
-        (path.parent.parent / CONFIG).write_text(json.dumps(GOOD.config))
+        (path.parent / CONFIG).write_text(json.dumps(GOOD.config))
     for file_name in (RESULT, CONFIG):
         fifo, loop = root / f"bad fifo {file_name}", root / f"bad loop {file_name}"
         fifo.mkdir()
@@ -327,7 +327,7 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
             (folder / RESULT).write_text(json.dumps(damage(asdict(good), generator)))
         else:
             (folder / CONFIG).write_text(yaml.safe_dump(damage(good.config, generator)))
-            write_key(good.key, folder)
+            (folder / KEY).write_text(format_key(good.key))
     loaded = read_runs(tmp_path / "runs", keep_records=True)
     assert len(loaded.frame) + len(loaded.read_errors) == NUM_DAMAGED
     assert min(len(loaded.frame), len(loaded.read_errors)) > NUM_DAMAGED / 6

@@ -18,7 +18,7 @@ from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
 from istar.finetune.training.sharded_training import ShardingStrategy, scatter_weights
 from istar.hidden_states.sharding import is_sharded_module
-from istar.runs.record import CONFIG, KEPT_MODELS, RunRecord, read_start_time, start_comment, write_key
+from istar.runs.record import CONFIG, KEPT_MODELS, KEY, RunRecord, format_key, read_start_time, start_comment
 
 _MODEL_FOLDERS = ("model", KEPT_MODELS)
 
@@ -58,8 +58,7 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         first_line = start_comment(started_at or datetime.now(UTC).isoformat(timespec="seconds"))
         config_text = first_line + yaml.safe_dump(to_dict(config), sort_keys=False)
         # A folder with a config is a run, so the key is there before.
-        write_key(job.identity.key, folder)
-        output.write({CONFIG: config_text.encode()})
+        output.write({KEY: format_key(job.identity.key).encode(), CONFIG: config_text.encode()})
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
     return None, checkpoint

@@ -28,7 +28,7 @@ def test_what_a_run_leaves(cached_run: Callable[..., Any], task: str, reg: str) 
     config, record, folder = cached_run(f"task={task}", f"reg={reg}")
     spec = TASKS[task]
     assert folders_in(folder) == [
-        ".istar", "checkpoints", "config.yaml", "geometry.json", "isotropy.png", "metrics.csv", "model",
+        ".istar", "checkpoints", "config.yaml", "geometry.json", "isotropy.png", "key.json", "metrics.csv", "model",
         "predictions.jsonl", "result.json",
     ]  # fmt: skip
     assert record == read_result(folder)

@@ -51,9 +51,9 @@ def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
     return replace(record, **changes)
 
 
-def with_settings(record: RunRecord, **settings: Any) -> RunRecord:
+def with_settings(record: RunRecord, data: str = "data", **settings: Any) -> RunRecord:
     config = {**record.config, **settings}
-    return replace(record, config=config, key=make_plain_key(config))
+    return replace(record, config=config, key=make_plain_key(config, data))
 
 
 def render_table(table: Any) -> str:
@@ -308,26 +308,26 @@ def test_seeds_are_a_mean_with_a_standard_deviation() -> None:
 
 def test_options_are_told_apart_by_their_names() -> None:
     """Keys that only one of two optimizers has say nothing beyond the names of the optimizers."""
-    records = [make_drawn_record(0), make_drawn_record(0)]
     optimizers = ({"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.999]}, {"name": "SGD", "lr": 1e-5, "nesterov": True})
-    for record, optimizer in zip(records, optimizers, strict=True):
-        record.config["optim"] = optimizer
-    [group] = group_by_task(records).values()
+    [group] = group_by_task([with_settings(make_drawn_record(0), optim=optimizer) for optimizer in optimizers]).values()
     assert [configuration.label for configuration in group] == ["Base optim=adamw", "Base optim=SGD"]
 
 
 def test_models_with_different_layers_are_compared() -> None:
     """A sweep over the number of layers used to end with a `KeyError`, after all of its runs."""
-    shallow, deep = make_drawn_record(0), make_drawn_record(1)
+
+    def with_layers(record: RunRecord, num_layers: int) -> RunRecord:
+        return with_settings(record, model={"name": "bert", "config": {"num_hidden_layers": num_layers}})
+
+    shallow, deep = with_layers(make_drawn_record(0), 2), with_layers(make_drawn_record(1), 4)
     for record, num_layers in ((shallow, 2), (deep, 4)):
-        record.config["model"] = {"name": "bert", "config": {"num_hidden_layers": num_layers}}
         for scores in (record.isotropy["before"], record.isotropy["after"]):
             for layer in range(num_layers + 1, 13):
                 del scores[str(layer)]
     _, isoscore_plot = build_comparison_plots(group_by_task([deep, shallow]))
     assert {line.label: len(line.x) for line in isoscore_plot.panels[0].lines} == {METHODS[1]: 5, METHODS[0]: 3}
     # A narrow terminal cuts nothing of the setting that tells two configurations apart.
-    other = replace(shallow, config={**shallow.config, "model": {"name": "bert", "config": {"num_hidden_layers": 3}}})
+    other = with_layers(shallow, 3)
     console = Console(width=60, file=io.StringIO(), record=True)
     console.print(build_comparison_table(group_by_task([shallow, other])))
     text = console.export_text()
@@ -344,9 +344,11 @@ def test_no_common_baseline_no_line(records: list[RunRecord]) -> None:
 
 
 def test_data_sets_of_one_task_are_told_apart() -> None:
-    records = [make_drawn_record(number) for number in (0, 1, 0, 1)]
-    for record, path in zip(records, ("easy.txt", "easy.txt", "hard.txt", "hard.txt"), strict=True):
-        record.config["task"] = {"name": "rte", "data_dir": path}
+    records = [
+        with_settings(make_drawn_record(number), data=path, task={"name": "rte", "data_dir": path})
+        for path in ("easy.txt", "hard.txt")
+        for number in (0, 1)
+    ]
     groups = group_by_task(records)
     assert [len(group) for group in groups.values()] == [2, 2]
     titles = ["rte (easy.txt)", "rte (hard.txt)"]
@@ -358,10 +360,10 @@ def test_data_sets_of_one_task_are_told_apart() -> None:
 
 def test_configurations_of_a_method_are_told_apart() -> None:
     """The labels of a grid over the learning rate name it; they used to be the method alone, the same for all."""
-    records = [make_drawn_record(number) for number in (0, 0, 1, 1, 2)]
-    for record, rate in zip(records, (1e-5, 3e-5, 1e-5, 3e-5, 1e-5), strict=True):
-        record.config["optim"] = {"lr": rate, "weight_decay": 0.01}
-        record.config["run"] = {"root": f"runs-{rate}"}  # does not identify a run
+    records = [
+        with_settings(make_drawn_record(number), optim={"lr": rate, "weight_decay": 0.01}, run={"root": f"runs-{rate}"})
+        for number, rate in ((0, 1e-5), (0, 3e-5), (1, 1e-5), (1, 3e-5), (2, 1e-5))
+    ]
     [group] = group_by_task(records).values()
     labels = ["Base lr=1e-05", "Base lr=3e-05", f"{METHODS[1]} lr=1e-05", f"{METHODS[1]} lr=3e-05", METHODS[2]]
     assert [configuration.label for configuration in group] == labels

@@ -28,7 +28,7 @@ from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.training.pruning import open_storage
 from istar.runs.record import RunRecord, read_result
 from tests.finetune.sweeps.conftest import CONF, TINY, Call
-from tests.finetune.sweeps.test_queue import write_result
+from tests.finetune.sweeps.test_queue import write_run
 from tests.jobs import Start, at_once, starting
 from tests.waiting import until
 
@@ -62,7 +62,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         if config.seed == 3 and count_by_seed[3] == 1:
             return UserError("it broke")
         folder = identify(config).folder
-        write_result(folder, config)
+        write_run(folder, config)
         return read_result(folder)
 
     monkeypatch.setattr(train, "run_launched_job", execute)
