@@ -12,7 +12,7 @@ import pytest
 from istar.errors import UserError
 from istar.files import writing
 from istar.runs.key import RunKey
-from istar.runs.record import RESULT, RunRecord, installed_versions, read_result, write_predictions, write_result
+from istar.runs.record import RESULT, RunRecord, read_result, write_predictions, write_result
 
 RECORD = RunRecord(
     name="demo-tiny-none-0123456789ab",
@@ -143,7 +143,3 @@ def test_another_format(tmp_path: Path, more: dict[str, int]) -> None:
     (tmp_path / RESULT).write_text(json.dumps(asdict(RECORD) | {"format": 99} | more))
     with pytest.raises(UserError, match="has format 99; this version reads 2"):
         read_result(tmp_path)
-
-
-def test_versions_name_what_a_result_depends_on() -> None:
-    assert {"istar", "torch", "transformers", "lightning", "datasets"} <= set(installed_versions())
