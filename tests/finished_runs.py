@@ -27,6 +27,8 @@ def make_plain_key(config: Mapping[str, Any], data: str = "data", model: str | N
         for group, values in config.items()
         if isinstance(values, dict)
     }
+    if settings["reg"].get("lambda") == 0:
+        settings["reg"] = {"name": "none"}
     model_config = config["model"]
     return RunKey(
         {**settings, "seed": config["seed"]}, data, model or f"{model_config['name']}@{model_config.get('revision')}"

@@ -14,7 +14,7 @@ import pandas as pd
 
 from istar.reports import paper
 from istar.reports.run_frame import Runs
-from istar.runs.key import RunKey, flatten_settings, name_method
+from istar.runs.key import RunKey, flatten_settings
 from istar.runs.names import BASE, scale_for_display
 from istar.runs.record import RunRecord
 from istar.runs.run_rows import selection_sort_key
@@ -80,7 +80,7 @@ class SelectedRun:
     configuration: str  # see `RunKey`
     inputs: str  # see `RunKey`
     family: str  # the method, see `RunKey`
-    method_name: str  # the method without its settings, see `istar.runs.key.name_method`
+    method_name: str  # see `RunKey`
     repeated: bool  # whether it is a second finished run of the same configuration and seed
     usable: bool  # whether it is finished, has a finite headline value and is not repeated
     chosen_on: str  # the set that chose the epoch and the shown configuration; see `get_selection_set`
@@ -107,7 +107,7 @@ def select_runs(records: Iterable[RunRecord]) -> list[SelectedRun]:
                 configuration=key.configuration,
                 inputs=key.inputs,
                 family=key.method,
-                method_name=name_method(key.settings),
+                method_name=key.method_name,
                 repeated=is_repeated,
                 usable=is_valid and not is_repeated,
                 chosen_on=get_selection_set(record),

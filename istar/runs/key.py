@@ -26,7 +26,7 @@ class RunKey:
     """Everything that changes the outcome of a run."""
 
     # Settings that matter, by group and key as on the command line; `seed` has no group. Paths, logging and hardware
-    # do not matter.
+    # do not matter. A penalty of weight 0 is none, because it trains the same model.
     settings: dict[str, Any]
     data: str  # fingerprint of the training and validation examples
     model: str  # hub id and commit of the model before training, or a hash of its files; with those of its tokenizer
@@ -44,15 +44,11 @@ class RunKey:
     def without(self, key: str) -> str:
         """Return the hash that runs share if they differ at most in the seed and in a setting or a group of settings.
 
-        Penalties of weight 0 and no penalty are the same here, because they train the same model.
-
         >>> keys = [RunKey({"reg": {"name": "istar", "lambda": weight}, "seed": 1}, "", "") for weight in (-1, 1)]
         >>> len({key.configuration for key in keys}), len({key.without("reg.lambda") for key in keys})
         (2, 1)
         """
         settings = {group: values for group, values in self.settings.items() if group not in ("seed", key)}
-        if self.method == BASE and "reg" in settings:
-            settings["reg"] = {"name": "none"}
         group, _, name = key.partition(".")
         if name:
             settings[group] = {other: value for other, value in settings[group].items() if other != name}
@@ -70,50 +66,38 @@ class RunKey:
 
     @property
     def method(self) -> str:
-        """The name of the penalty, such as `istar`, or `BASE` without one; see `find_method`."""
-        return find_method(self.settings)
+        """The name of the penalty, such as `istar`, or `BASE` without one."""
+        name = self.settings["reg"]["name"]
+        return BASE if name == "none" else str(name)
+
+    @property
+    def method_name(self) -> str:
+        """The method in tables, without its settings: `Base`, `I-STAR`, `weight decay`."""
+        return METHOD_NAMES.get(self.method, self.method)
 
     @property
     def label(self) -> str:
-        """The method with its settings; see `label_method`."""
-        return label_method(self.settings)
+        """The method with its settings as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
 
-
-def find_method(settings: Mapping[str, Any]) -> str:
-    """Return the name of the penalty in a run's settings, such as `istar`; `BASE` without one or with weight 0."""
-    reg = settings["reg"]
-    return BASE if reg["name"] == "none" or reg.get("lambda") == 0 else str(reg["name"])
-
-
-def name_method(settings: Mapping[str, Any]) -> str:
-    """Return the name of a run's method in tables, without its settings: `Base`, `I-STAR`, `weight decay`."""
-    method = find_method(settings)
-    return METHOD_NAMES.get(method, method)
-
-
-def label_method(settings: Mapping[str, Any]) -> str:
-    """Return the label of a run's method as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
-
-    Settings beyond the paper's are added in words, such as `on output embeddings`.
-    """
-    name = name_method(settings)
-    if find_method(settings) == BASE:
-        return name
-    reg = settings["reg"]
-    parts = [name, f"λ={reg['lambda']:g}"]
-    if (estimator := reg.get("estimator", "shrinkage")) != "shrinkage":
-        parts.append(estimator.replace("_", " "))
-    elif "zeta" in reg:
-        parts.append("ζ=auto" if reg["zeta"] == "auto" else f"ζ={reg['zeta']:g}")
-    parts += ["padding counted"] if reg.get("include_padding") else []
-    if reg.get("target_score") is not None:
-        parts.append(f"target={reg['target_score']}")
-        parts += [f"side={reg['side']}"] if reg.get("side", "both") != "both" else []
-    if (target := reg.get("target", "hidden_states")) != "hidden_states":
-        parts.append(f"on {target.replace('_', ' ')}")
-    if (points := reg.get("points", "all")) != "all":
-        parts.append(f"{points} tokens")
-    return " ".join(parts)
+        Settings beyond the paper's are added in words, such as `on output embeddings`.
+        """
+        if self.method == BASE:
+            return self.method_name
+        reg = self.settings["reg"]
+        parts = [self.method_name, f"λ={reg['lambda']:g}"]
+        if (estimator := reg.get("estimator", "shrinkage")) != "shrinkage":
+            parts.append(estimator.replace("_", " "))
+        elif "zeta" in reg:
+            parts.append("ζ=auto" if reg["zeta"] == "auto" else f"ζ={reg['zeta']:g}")
+        parts += ["padding counted"] if reg.get("include_padding") else []
+        if reg.get("target_score") is not None:
+            parts.append(f"target={reg['target_score']}")
+            parts += [f"side={reg['side']}"] if reg.get("side", "both") != "both" else []
+        if (target := reg.get("target", "hidden_states")) != "hidden_states":
+            parts.append(f"on {target.replace('_', ' ')}")
+        if (points := reg.get("points", "all")) != "all":
+            parts.append(f"{points} tokens")
+        return " ".join(parts)
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -71,7 +71,8 @@ def make_key(config: Config, data_fingerprint: str, model_identity: str) -> RunK
 
 
 def _list_settings(config: Config) -> dict[str, Any]:
-    return _select_identity_values(Config, settings_of(config))
+    settings = _select_identity_values(Config, settings_of(config))
+    return settings | ({"reg": {"name": "none"}} if settings["reg"].get("lambda") == 0 else {})
 
 
 def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dic
 
 def name_run(config: Config, key: RunKey) -> str:
     """Return the name of a run and of its folder: task, model and penalty in words, then the hash of the key."""
-    return "-".join([config.task.name, shorten_model_name(config.model.name), config.reg.name, key.hash])
+    return "-".join([config.task.name, shorten_model_name(config.model.name), key.settings["reg"]["name"], key.hash])
 
 
 def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examples", str]:

@@ -13,7 +13,6 @@ from rich.progress import track
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.finetune.config import Config, SweepConfig, WandbConfig, schema
-from istar.finetune.config.schema import to_dict
 from istar.finetune.execute import extras
 from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.execute.identify import KeyMaker, name_run
@@ -21,8 +20,8 @@ from istar.finetune.execute.precision import choose_precision
 from istar.finetune.sweeps import live_table, trials
 from istar.finetune.sweeps.live_table import SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
-from istar.runs.key import label_method, name_method
 from istar.runs.labels import Inputs, label_inputs, shorten_model_name
+from istar.runs.names import BASE_LABEL, METHOD_NAMES
 from istar.runs.record import RunRecord, read_result
 
 _MIN_RUNS_FOR_PROGRESS_BAR = 50  # with at least as many runs, composing their configs shows a progress bar
@@ -277,16 +276,16 @@ class SweepRuns:
 
 def make_entry(trial: Trial) -> SweepEntry:
     """Create the entry of a trial that has not started yet."""
-    settings = to_dict(trial.config) if trial.key is None else trial.key.settings
+    key, method = trial.key, METHOD_NAMES.get(trial.config.reg.name, BASE_LABEL)
     return SweepEntry(
         trial.name,
         list(trial.overrides),
         task=trial.config.task.name,
         model=shorten_model_name(trial.config.model.name),
-        method=label_method(settings),
+        method=method if key is None else key.label,
         seed=trial.config.seed,
-        method_name=name_method(settings),
-        configuration=trial.name if trial.key is None else trial.key.configuration,
+        method_name=method if key is None else key.method_name,
+        configuration=trial.name if key is None else key.configuration,
     )
 
 

@@ -153,4 +153,4 @@ def test_a_run_whose_data_cannot_be_loaded_repeats_no_other(make_runs: MakeRuns,
     entries = with_all_runs(make_runs(*arguments)).state.entries
     assert {entry.status for entry in entries} == {"failed"}
     assert len({entry.configuration for entry in entries}) == len(entries) == 4
-    assert [entry.method for entry in entries] == ["Base", "I-STAR λ=1 ζ=0.4"] * 2
+    assert [entry.method for entry in entries] == ["I-STAR"] * 4
