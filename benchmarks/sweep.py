@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks.common import comparison_table, paired_ratio, positive_int, run_in_rotation
 from istar.finetune.config import Config, schema
 from istar.finetune.execute.forking import ForkedProcess
-from istar.finetune.execute.identify import RunFolders
+from istar.finetune.execute.identify import KeyMaker, name_run
 from istar.finetune.execute.launch import RunProcesses, Spawn, blocked_signals, spawn
 from istar.runs.record import GEOMETRY, read_result, write_result
 
@@ -171,11 +171,12 @@ def write_finished_runs(count: int, folder: Path) -> None:
     run_command("train.py", "seed=1", *SMALL, f"run.root={folder / 'template'}")
     [path] = (folder / "template").glob("demo-*/result.json")
     template = path.parent
-    record, config, folders = read_result(template), compose_config(f"run.root={folder / 'runs'}"), RunFolders()
+    record, config, key_maker = read_result(template), compose_config(f"run.root={folder / 'runs'}"), KeyMaker()
     for seed in track(range(1, count + 1), "writing finished runs", transient=True):
         seeded = replace(config, seed=seed)
-        run_folder = folders.find(seeded)
-        write_result(replace(record, name=run_folder.name, config=schema.to_dict(seeded)), run_folder)
+        key = key_maker.make(seeded)
+        run_folder = folder / "runs" / name_run(seeded, key)
+        write_result(replace(record, name=run_folder.name, config=schema.to_dict(seeded), key=key), run_folder)
         shutil.copy(template / GEOMETRY, run_folder)
         (run_folder / "model").mkdir()
 

@@ -73,7 +73,7 @@ LIBRARIES = {
     "hidden_states": {"torch", "accelerate"},  # accelerate only for the parameters that it has offloaded
     "errors": set(),
     "files": {"filelock", "yaml"},
-    "runs": {"torch"},
+    "runs": set(),
     "drawing": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich"},
     "reports": {"matplotlib", "numpy", "pandas", "rich", "scipy", "torch", "yaml"},
 }

@@ -31,20 +31,22 @@ def run(options: argparse.Namespace) -> None:
 
     if options.out is not None:
         run_frame.check_export(options.out)
-    frame = run_frame.read_runs(options.folder).frame
+    runs = run_frame.read_runs(options.folder)
+    frame = runs.frame
     for option, name in (("--sort", options.sort), *(("--columns", column) for column in options.columns)):
         if name not in frame:
             hint = did_you_mean(name, map(str, frame)) or f"; the main ones are {', '.join(run_frame.MAIN_COLUMNS)}"
             raise UserError(f"{option} {name}: unknown column{hint}")
     frame = run_frame.sort_runs(frame, options.sort)
     console = make_console()
-    printed_frame = frame[options.columns or run_frame.list_default_columns(frame)]
+    defaults = run_frame.list_default_columns(frame, runs.settings_that_matter)
+    printed_frame = frame[options.columns or defaults]
     if options.json:
         print(printed_frame.to_json(orient="records", indent=2, force_ascii=False))
     elif not console.is_terminal:
         print(to_csv(printed_frame, separator="\t"), end="")  # a console would expand the tabs
     else:
-        table, dropped = run_frame.build_runs_table(frame, options.columns, console.width)
+        table, dropped = run_frame.build_runs_table(frame, options.columns, console.width, defaults)
         console.print(table)
         if dropped:
             hint = f"too narrow for {', '.join(dropped)}; --columns name,{dropped[0]} or --json shows them"

@@ -13,7 +13,7 @@ from istar.drawing.page_folder import read_page_texts
 from istar.drawing.page_tables import Entry, Sheet
 from istar.embeddings import token_frequencies
 from istar.embeddings.embed_models import ModelEmbeddings
-from istar.runs.identity import shorten_model_name
+from istar.runs.labels import shorten_model_name
 
 FORM_NAMES = {
     "raw": "raw",

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from istar.errors import UserError
-from istar.runs.identity import TINY
+from istar.runs.names import TINY
 
 DTYPES = {"float32": "float32", "float64": "float64", "bf16": "bfloat16", "float16": "float16"}
 """torch's names of the data types of weights, by their names in configs, on the command line and in results."""

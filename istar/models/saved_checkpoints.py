@@ -17,7 +17,7 @@ from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import write_text
 from istar.models.archives import load_archive
 from istar.models.model_source import ModelSource, split_revision
-from istar.runs.identity import shorten_model_name
+from istar.runs.labels import shorten_model_name
 from istar.runs.record import KEPT_MODELS, RESULT
 
 STEP_FILE = "training_step.json"

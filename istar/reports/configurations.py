@@ -1,14 +1,12 @@
 """Groups runs that differ only in the seed, and selects the configuration for each cell of Table 1.
 
-A configuration is everything that identifies a run (see `istar.runs.identity.identity_hash`) except the seed:
-settings, data and model. The selection uses only the headline metric on the set that also chose the epoch: the
-validation set, or a held-out part of the training data.
+Runs of a configuration have equal keys except for the seed; see `istar.runs.key.RunKey`. The selection uses only the
+headline metric on the set that also chose the epoch: the validation set, or a held-out part of the training data.
 """
 
-import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -16,14 +14,12 @@ import pandas as pd
 
 from istar.reports import paper
 from istar.reports.run_frame import Runs
-from istar.runs.identity import configuration_hash, find_method, identifies_run, name_method
-from istar.runs.names import scale_for_display
+from istar.runs.key import RunKey, flatten_settings
+from istar.runs.names import BASE, scale_for_display
 from istar.runs.record import RunRecord
 from istar.runs.run_rows import selection_sort_key
 from istar.statistics.paired import MeanAndStd, mean_and_std
 
-VARIED = {"lambda": "reg.lambda", "zeta": "reg.zeta", "layers": "reg.layers", "method": "reg"}
-"""Setting that a figure varies -> its config key; `reg` is the whole group."""
 VALIDATION, HELD_OUT = "validation", "held-out"
 """Sets for choosing epochs and configurations: the validation set, which is also reported, or held-out data."""
 
@@ -76,55 +72,75 @@ class Cell:
         return mean_and_std(list(self.score_by_seed(metric).values()))
 
 
-def add_selection_columns(runs: Runs) -> pd.DataFrame:
-    """Return a copy of the runs' data frame with additional columns for grouping and selecting runs.
+@dataclass(frozen=True)
+class SelectedRun:
+    """What decides which tables and figures show a run."""
 
-    The additional columns are:
-        family: the method, see `istar.runs.identity.find_method`.
-        method_name: the method without its settings, see `istar.runs.identity.name_method`.
-        settings_hash: equal for runs with the same model and the same settings except the seed.
-        config_hash: like `settings_hash`, but also covers the data and the files of the model. A failed run may lack
-            the data's fingerprint.
-        hash_without_<varied>: `config_hash` without the config key in `VARIED`.
-        table1_hash_without_<varied>: this hash of the configuration that Table 1 shows for the run's task, model and
-            family; empty without one.
-        repeated: a second finished run of the same configuration and seed.
-        inputs: equal for runs that start from the same model and are trained and evaluated on the same data.
-        usable: a finished run with a finite headline value that is not repeated.
-        chosen_on: the set that chose the epoch and the shown configuration; see `get_selection_set`.
-        score: the headline metric, scaled by `scale_for_display`; NaN if it is not finite.
-        validation_examples, selection_merit: see `RunRecord`; the latter is missing without a headline metric.
-        candidate: whether a cell of Table 1 may show the run; see `is_table1_candidate`.
+    key: RunKey
+    configuration: str  # see `RunKey`
+    inputs: str  # see `RunKey`
+    family: str  # the method, see `RunKey`
+    method_name: str  # see `RunKey`
+    repeated: bool  # whether it is a second finished run of the same configuration and seed
+    usable: bool  # whether it is finished, has a finite headline value and is not repeated
+    chosen_on: str  # the set that chose the epoch and the shown configuration; see `get_selection_set`
+    score: float  # the headline metric, scaled by `scale_for_display`; NaN if it is not finite
+    validation_examples: int  # see `RunRecord`
+    selection_merit: float  # see `RunRecord`; NaN without a headline metric
+    has_fixed_zeta: bool  # whether it is I-STAR with the paper's shrinkage estimator and a fixed zeta
+    candidate: bool  # whether a cell of Table 1 may show it; see `is_table1_candidate`
+
+
+def select_runs(records: Iterable[RunRecord]) -> list[SelectedRun]:
+    """Return what decides about each run; of repeated runs, the first one is usable."""
+    selected, finished = [], set()
+    for record in records:
+        key, metric = record.key, record.headline.get("metric", "")
+        value: Any = record.headline.get("value")
+        run = key.configuration, record.config["seed"]
+        is_valid = record.status == "finished" and is_finite(value)
+        is_repeated = is_valid and run in finished
+        finished |= {run} if is_valid else set()
+        selected.append(
+            SelectedRun(
+                key=key,
+                configuration=key.configuration,
+                inputs=key.inputs,
+                family=key.method,
+                method_name=key.method_name,
+                repeated=is_repeated,
+                usable=is_valid and not is_repeated,
+                chosen_on=get_selection_set(record),
+                score=scale_for_display(metric, float(value)) if is_finite(value) else math.nan,
+                validation_examples=record.validation_examples,
+                selection_merit=record.selection_merit if record.headline else math.nan,
+                has_fixed_zeta=has_fixed_zeta(key),
+                candidate=is_table1_candidate(key),
+            )
+        )
+    return selected
+
+
+def add_selection_columns(runs: Runs) -> pd.DataFrame:
+    """Return a copy of the runs' data frame with the fields of `SelectedRun` and `table1_key` as further columns.
+
+    `table1_key` is the key of a run of the configuration that Table 1 shows for the run's task, model and family; None
+    without one.
     """
-    frame = runs.frame.copy()
-    records = [runs.records[folder] for folder in frame["folder"]]
-    frame["family"] = [find_method(record.config) for record in records]
-    frame["method_name"] = [name_method(record.config) for record in records]
-    frame["settings_hash"] = [configuration_hash(record.config) for record in records]
-    for column, key in {"config_hash": "", **{f"hash_without_{varied}": key for varied, key in VARIED.items()}}.items():
-        frame[column] = [
-            configuration_hash(record.config, record.data.get("fingerprint", ""), record.model_identity, key)
-            for record in records
-        ]
-    frame["inputs"] = list(map(_describe_inputs, records))
-    is_valid = (frame["status"] == "finished") & frame["value"].map(is_finite).astype(bool)
-    frame["repeated"] = frame[is_valid].duplicated(["config_hash", "seed"]).reindex(frame.index).eq(True)
-    frame["usable"] = is_valid & ~frame["repeated"]
-    frame["candidate"] = is_table1_candidate(frame)
-    frame["chosen_on"] = [get_selection_set(record) for record in records]
-    frame["score"] = [
-        scale_for_display(metric, float(value)) if is_finite(value) else math.nan
-        for metric, value in zip(frame["metric"], frame["value"], strict=True)
-    ]
-    frame["validation_examples"] = [record.validation_examples for record in records]
-    frame["selection_merit"] = [record.selection_merit if record.headline else math.nan for record in records]
+    selected = select_runs(runs.records[folder] for folder in runs.frame["folder"])
+    columns = {field.name: [getattr(run, field.name) for run in selected] for field in fields(SelectedRun)}
+    frame = runs.frame.assign(**columns)
     cells = {(cell.task, cell.model, cell.family): cell.first_run for cell in select_cells(frame)}
-    first_runs = [cells.get(key, {}) for key in zip(frame["task"], frame["model"], frame["family"], strict=True)]
-    for varied in VARIED:
-        column = f"hash_without_{varied}"
-        frame[f"table1_{column}"] = [first_run.get(column, "") for first_run in first_runs]
+    frame["table1_key"] = [
+        cells.get(cell, {}).get("key") for cell in zip(frame["task"], frame["model"], frame["family"], strict=True)
+    ]
     # pandas stores each column of its string type by itself, and takes much longer to select rows of many such columns.
     return frame.astype(dict.fromkeys(frame.select_dtypes("str"), object)).copy()
+
+
+def hash_without(runs: pd.DataFrame, key: str) -> pd.Series:
+    """Return a hash that runs share if they differ at most in the seed and in a config key; see `RunKey.without`."""
+    return pd.Series([run_key.without(key) for run_key in runs["key"]], runs.index, dtype=object)
 
 
 def get_selection_set(record: RunRecord) -> str:
@@ -134,28 +150,27 @@ def get_selection_set(record: RunRecord) -> str:
     return HELD_OUT if record.config["task"].get("validation_fraction") else VALIDATION
 
 
-def is_table1_candidate(runs: pd.DataFrame) -> pd.Series:
-    """Return a boolean mask of the runs that Table 1 may show.
+def is_table1_candidate(key: RunKey) -> bool:
+    """Return whether Table 1 may show a run.
 
-    These are Base, I-STAR on all layers with a given zeta, and CosReg on the last layer with a positive lambda, both on
+    It shows Base, I-STAR on all layers with a given zeta, and CosReg on the last layer with a positive lambda, both on
     the hidden states of all tokens. Excluded are ablations, the negative CosReg weights of Figure 4, other estimators
     of isotropy, and penalties on embedding matrices or on some of the tokens.
     """
-    penalized_layers = _get_column(runs, "reg.layers")
-    lambdas = pd.to_numeric(_get_column(runs, "reg.lambda"), errors="coerce")
-    is_istar = (runs["family"] == "istar") & penalized_layers.eq("all") & has_fixed_zeta(runs)
-    is_cosreg = (runs["family"] == "cosreg") & penalized_layers.eq("last") & (lambdas > 0)
-    # Only penalties have these keys.
-    is_on_all_states = _get_column(runs, "reg.target").fillna("hidden_states").eq("hidden_states")
-    is_on_all_states &= _get_column(runs, "reg.points").fillna("all").eq("all")
-    return (runs["family"] == "base") | ((is_istar | is_cosreg) & is_on_all_states)
+    reg = key.settings["reg"]
+    if key.method == BASE:
+        return True
+    if reg.get("target", "hidden_states") != "hidden_states" or reg.get("points", "all") != "all":
+        return False
+    is_cosreg = key.method == "cosreg" and reg.get("layers") == "last" and reg["lambda"] > 0
+    return is_cosreg or (has_fixed_zeta(key) and reg.get("layers") == "all")
 
 
-def has_fixed_zeta(runs: pd.DataFrame) -> pd.Series:
-    """Return a boolean mask of the I-STAR runs with the paper's shrinkage estimator and a fixed zeta."""
-    # Only I-STAR has an estimator.
-    is_shrinkage = _get_column(runs, "reg.estimator").fillna("shrinkage").eq("shrinkage")
-    return _get_column(runs, "reg.zeta").map(is_finite).astype(bool) & is_shrinkage
+def has_fixed_zeta(key: RunKey) -> bool:
+    """Return whether a run is of I-STAR with the paper's shrinkage estimator and a fixed zeta."""
+    reg = key.settings["reg"]
+    is_shrinkage = reg.get("estimator", "shrinkage") == "shrinkage"
+    return key.method == "istar" and is_shrinkage and is_finite(reg.get("zeta"))
 
 
 def select_cell(runs: pd.DataFrame, family: str) -> Cell:
@@ -171,11 +186,10 @@ def select_cell(runs: pd.DataFrame, family: str) -> Cell:
     usable_runs = candidates[candidates["usable"]]
     if usable_runs.empty:
         return Cell(task, model, family, usable_runs, num_failed=len(failed_runs), num_pruned=num_pruned)
-    best_runs = usable_runs[usable_runs["config_hash"] == find_best_group(usable_runs, "config_hash")].sort_values(
-        "seed"
-    )
-    failed_runs = failed_runs[failed_runs["settings_hash"] == best_runs["settings_hash"].iloc[0]]
-    num_configurations = usable_runs["config_hash"].nunique()
+    best = find_best_group(usable_runs, "configuration")
+    best_runs = usable_runs[usable_runs["configuration"] == best].sort_values("seed")
+    failed_runs = failed_runs[failed_runs["configuration"] == best]
+    num_configurations = usable_runs["configuration"].nunique()
     return Cell(task, model, family, best_runs, num_configurations, len(failed_runs), num_pruned)
 
 
@@ -258,32 +272,21 @@ def describe_hyperparameters(run: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _describe_inputs(record: RunRecord) -> str:
-    """Return the data and the model before training as text; of two texts, only the equality has a meaning."""
-    model = [record.config["model"].get(key) for key in ("pretrained", "architecture", "config")]
-    return json.dumps([record.data.get("fingerprint"), record.model_identity, *model], sort_keys=True)
-
-
 def have_same_inputs(runs: pd.DataFrame, other_runs: pd.DataFrame) -> bool:
     """Return whether runs start from the same model as others, and are trained and evaluated on the same data."""
     return set(runs["inputs"]) == set(other_runs["inputs"])
 
 
-def find_differing_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Return the config keys in the identity of a run that differ between two rows, except the penalty's keys."""
+def find_differing_keys(first: RunKey, second: RunKey) -> list[str]:
+    """Return the config keys in which two runs differ, except the seed, the task and the penalty."""
+    settings, other_settings = flatten_settings(first.settings), flatten_settings(second.settings)
     return [
         key
-        for key in first
+        for key in settings | other_settings
         if "." in key
         and not key.startswith(("reg.", "task.name"))
-        and identifies_run(key)
-        and str(first[key]) != str(second.get(key))
+        and str(settings.get(key)) != str(other_settings.get(key))
     ]
-
-
-def _get_column(runs: pd.DataFrame, name: str) -> pd.Series:
-    """Return a column of the runs; all values are missing if no run has this config key."""
-    return runs[name] if name in runs else pd.Series(None, runs.index, dtype=object)
 
 
 def is_finite(value: Any) -> bool:

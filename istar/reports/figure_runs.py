@@ -1,7 +1,6 @@
 """Selects the runs that a figure of the paper shows, and describes what they have in common.
 
-The runs of a line differ only in the seed and in the setting that the x axis or the legend varies. Settings have the
-names of `istar.reports.configurations.VARIED`.
+The runs of a line differ only in the seed and in the penalty's setting that the x axis or the legend varies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,21 +14,20 @@ from istar.reports.configurations import (
     by_model_and_task,
     describe_hyperparameters,
     find_best_group,
-    has_fixed_zeta,
+    hash_without,
     is_finite,
     row_dicts,
 )
-from istar.runs.identity import BASE_LABEL
-from istar.runs.names import axis_label
+from istar.runs.names import BASE_LABEL, axis_label
 
-_SYMBOLS = {"lambda": "λ", "zeta": "ζ", "layers": "layer"}
+_SYMBOLS = {"reg.lambda": "λ", "reg.zeta": "ζ", "reg.layers": "layer"}
 
 
 @dataclass(frozen=True)
 class FigureRuns:
     """The runs of one model and task that a panel shows."""
 
-    varied: str  # the setting that the figure varies
+    varied: str  # the config key that the figure varies
     candidates: pd.DataFrame  # runs of one method, before the selection
     selected: pd.DataFrame  # the selected candidates, which differ only in the seed and in `varied`
     runs_by_value: Mapping[Any, pd.DataFrame]  # shown runs by the value of `varied`; `BASE_LABEL` without a penalty
@@ -48,7 +46,7 @@ def split_by_task(all_runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 def get_istar_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs of I-STAR with a fixed zeta that penalize all layers."""
-    return runs[(runs["family"] == "istar") & runs["reg.layers"].eq("all") & has_fixed_zeta(runs)]
+    return runs[runs["has_fixed_zeta"] & runs["reg.layers"].eq("all")]
 
 
 def select_by_lambda(runs: pd.DataFrame, candidates: pd.DataFrame) -> FigureRuns:
@@ -56,25 +54,32 @@ def select_by_lambda(runs: pd.DataFrame, candidates: pd.DataFrame) -> FigureRuns
 
     `runs` are the usable runs of one model and task, and `candidates` the runs of one penalty among them.
     """
-    selected = candidates[candidates["hash_without_lambda"] == choose_settings(candidates, "lambda")]
-    has_same_settings = runs["hash_without_method"] == selected["hash_without_method"].iloc[0]
+    selected = select_settings(candidates, "reg.lambda")
+    has_same_settings = hash_without(runs, "reg") == selected["key"].iloc[0].without("reg")
     base_runs = runs[(runs["family"] == "base") & has_same_settings]
     runs_by_lambda = {**({} if base_runs.empty else {BASE_LABEL: base_runs}), **group_by_number(selected, "reg.lambda")}
-    return FigureRuns("lambda", candidates, selected, runs_by_lambda)
+    return FigureRuns("reg.lambda", candidates, selected, runs_by_lambda)
+
+
+def select_settings(candidates: pd.DataFrame, varied: str) -> pd.DataFrame:
+    """Select the runs that a figure shows: they share all settings but the seed and `varied`, a config key.
+
+    These are the settings of Table 1's configuration. If only one value of `varied` was tried with that configuration,
+    but several with others, they are the settings of the best of the others; see `find_best_group`. `candidates` are
+    the runs of one model, task and method.
+    """
+    settings = choose_settings(candidates, varied)
+    return candidates[hash_without(candidates, varied) == settings]
 
 
 def choose_settings(candidates: pd.DataFrame, varied: str) -> str:
-    """Return the hash of the settings that the runs of a figure share, without the seed and `varied`.
-
-    It is the hash of Table 1's configuration. If only one value of `varied` was tried with that configuration, but
-    several with others, it is the hash of the best of the others; see `find_best_group`. `candidates` are the runs of
-    one model, task and method.
-    """
-    column = f"hash_without_{varied}"
-    with_several_values = candidates[candidates.groupby(column)["config_hash"].transform("nunique") > 1]
-    preferred = candidates if with_several_values.empty else with_several_values
-    table1_hash = candidates[f"table1_{column}"].iloc[0]
-    return table1_hash if table1_hash in set(preferred[column]) else find_best_group(preferred, column)
+    """Return the hash of the settings that `select_settings` selects."""
+    candidates = candidates.assign(shared=hash_without(candidates, varied))
+    has_several_values = candidates.groupby("shared")["configuration"].transform("nunique") > 1
+    preferred = candidates[has_several_values] if has_several_values.any() else candidates
+    table1_key = candidates["table1_key"].iloc[0]
+    table1_hash = "" if table1_key is None else table1_key.without(varied)
+    return table1_hash if table1_hash in set(preferred["shared"]) else find_best_group(preferred, "shared")
 
 
 def group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
@@ -90,17 +95,17 @@ def build_panel(selection: FigureRuns, lines: Sequence[Line], y_label: str = "")
     varied, symbol = selection.varied, _SYMBOLS[selection.varied]
     first_run = row_dicts(selection.selected.head(1))[0]
     settings = [
-        f"{_SYMBOLS[key]} = {first_run[f'reg.{key}']:g}"
-        for key in ("lambda", "zeta")
-        if key != varied and is_finite(first_run.get(f"reg.{key}"))
+        f"{_SYMBOLS[key]} = {first_run[key]:g}"
+        for key in ("reg.lambda", "reg.zeta")
+        if key != varied and is_finite(first_run.get(key))
     ]
     num_runs = len(selection.folders)
     counts = f"{num_runs} run{'s' * (num_runs > 1)}"
-    hash_column = f"hash_without_{varied}"
-    shown_hashes, all_hashes = set(selection.selected[hash_column]), set(selection.candidates[hash_column])
+    shown_hashes, all_hashes = (set(hash_without(runs, varied)) for runs in (selection.selected, selection.candidates))
     if (num_hidden := len(all_hashes) - 1) > 0:
         counts += f", {num_hidden} other configuration{'s' * (num_hidden > 1)} not shown"
-        if first_run[f"table1_{hash_column}"] in all_hashes - shown_hashes:
+        table1_key = first_run["table1_key"]
+        if table1_key is not None and table1_key.without(varied) in all_hashes - shown_hashes:
             counts += f", among them that of Table 1, for which only one {symbol} was tried"
     notes = [", ".join([*settings, describe_hyperparameters(first_run)]), counts]
     max_seeds = max(map(len, selection.runs_by_value.values()), default=0)

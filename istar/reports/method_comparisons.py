@@ -21,8 +21,7 @@ from istar.reports.configurations import (
     is_finite,
     row_dicts,
 )
-from istar.runs.identity import BASE_LABEL
-from istar.runs.names import is_lower_better
+from istar.runs.names import BASE_LABEL, is_lower_better
 from istar.statistics import ALPHA, POWER, paired, power
 from istar.statistics.arguments import is_constant
 from istar.statistics.conclusions import Comparison
@@ -232,7 +231,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 short_name=str(first_run["method_name"]),
                 runs=chosen_runs,
                 trial_limits=_list_trial_limits(method_runs),
-                num_configurations=int(finished_runs["config_hash"].nunique()),
+                num_configurations=int(finished_runs["configuration"].nunique()),
                 selection_set=HELD_OUT if is_held_out else VALIDATION,
             )
         )
@@ -246,7 +245,7 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     from `configurations.add_selection_columns`.
     """
     runs_by_method = {
-        str(name): method_runs[method_runs["config_hash"] == find_best_group(method_runs, "config_hash")]
+        str(name): method_runs[method_runs["configuration"] == find_best_group(method_runs, "configuration")]
         for name, method_runs in runs.groupby("method")
     }
     ordered_names = sorted(runs_by_method, key=lambda name: (name != BASE_LABEL, name))
@@ -258,7 +257,7 @@ def _list_trial_limits(runs: pd.DataFrame) -> list[str]:
 
     Early stopping and pruning do not lower them.
     """
-    trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("settings_hash")
+    trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("configuration")
     limits = trials.reindex(columns=sorted({*_LIMIT_KEYS, *_LIMIT_KEYS_WITH_STEPS})).astype(object)
     trial_limits = []
     for run in row_dicts(limits.where(limits.notna(), None)):

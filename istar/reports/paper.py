@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from istar.runs.identity import BASE, METHOD_NAMES
+from istar.runs.names import BASE, METHOD_NAMES
 
 MODELS = {"albert-base-v2": "albert", "bert-base-cased": "bert", "distilbert-base-cased": "distilbert"}
 """The paper's models: last part of the model's name -> its `model` option on the command line."""

@@ -11,7 +11,7 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
 from istar.reports import paper
-from istar.reports.configurations import are_all_collapsed, find_best_group, has_fixed_zeta
+from istar.reports.configurations import are_all_collapsed, find_best_group, hash_without
 from istar.reports.figure_runs import (
     FigureRuns,
     build_panel,
@@ -19,6 +19,7 @@ from istar.reports.figure_runs import (
     get_istar_runs,
     group_by_number,
     select_by_lambda,
+    select_settings,
     split_by_task,
 )
 from istar.reports.geometry_file import Geometry, IsoScoreStar
@@ -277,14 +278,14 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
         istar_runs = get_istar_runs(runs)
         if istar_runs.empty:
             continue
-        selected = istar_runs[istar_runs["hash_without_zeta"] == choose_settings(istar_runs, "zeta")]
+        selected = select_settings(istar_runs, "reg.zeta")
         runs_by_zeta = group_by_number(selected, "reg.zeta")
         if len(runs_by_zeta) < 2:
             continue
-        selection = FigureRuns("zeta", istar_runs, selected, runs_by_zeta)
+        selection = FigureRuns("reg.zeta", istar_runs, selected, runs_by_zeta)
         panel = build_panel(selection, [_build_metric_line(selected, "reg.zeta")])
         # As in Tables 1 and 2.
-        best_runs = selected[selected["config_hash"] == find_best_group(selected, "config_hash")]
+        best_runs = selected[selected["configuration"] == find_best_group(selected, "configuration")]
         if not are_all_collapsed(best_runs):
             panel = replace(panel, vertical_line=(float(best_runs["reg.zeta"].iloc[0]), "best ζ"))
         panels.append(panel)
@@ -307,17 +308,17 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
     """
     panels = []
     for runs in split_by_task(all_runs):
-        istar_runs = runs[(runs["family"] == "istar") & has_fixed_zeta(runs)]
+        istar_runs = runs[runs["has_fixed_zeta"]]
         istar_runs = istar_runs.assign(layer=istar_runs["reg.layers"].map(_get_single_layer))
         single_layer_runs = istar_runs[istar_runs["layer"].notna()]
         if single_layer_runs.empty:
             continue
-        settings = choose_settings(single_layer_runs, "layers")
-        has_settings = istar_runs["hash_without_layers"] == settings
+        settings = choose_settings(single_layer_runs, "reg.layers")
+        has_settings = hash_without(istar_runs, "reg.layers") == settings
         selected = istar_runs[has_settings & (istar_runs["layer"].notna() | istar_runs["reg.layers"].eq("all"))]
         runs_by_layer = group_by_number(selected, "layer")
         all_layer_runs = selected[selected["layer"].isna()]
-        selection = FigureRuns("layers", single_layer_runs, selected, {**runs_by_layer, "all": all_layer_runs})
+        selection = FigureRuns("reg.layers", single_layer_runs, selected, {**runs_by_layer, "all": all_layer_runs})
         panel = build_panel(selection, [_build_metric_line(selected, "layer")])
         if not all_layer_runs.empty:
             all_layer_score = float(all_layer_runs["score"].mean())

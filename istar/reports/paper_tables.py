@@ -28,7 +28,7 @@ from istar.reports.configurations import (
     is_finite,
     row_dicts,
 )
-from istar.runs.identity import shorten_model_name
+from istar.runs.labels import shorten_model_name
 from istar.runs.names import count_decimals, format_number, merit
 from istar.statistics.paired import compute_p_value
 
@@ -130,6 +130,7 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str, names_in_paper: tuple
     if cell.family != "base" and metric in cell.metrics:
         scores_by_seed, base_by_seed = cell.score_by_seed(metric), base.score_by_seed(metric)
         has_same_inputs = base.runs.empty or have_same_inputs(cell.runs, base.runs)
+        differing_keys = [] if base.runs.empty else find_differing_keys(base.first_run["key"], first_run["key"])
         seeds = sorted(scores_by_seed.keys() & base_by_seed.keys()) if has_same_inputs else []
         differences = [scores_by_seed[seed] - base_by_seed[seed] for seed in seeds]
         row |= {
@@ -137,9 +138,7 @@ def _build_table1_row(cell: Cell, base: Cell, metric: str, names_in_paper: tuple
             "pairs": len(differences),
             "p_t_test": compute_p_value(differences, "t"),
             "p_sign_flip": compute_p_value(differences, "sign-flip"),
-            "differs_from_base": " ".join(
-                [*find_differing_keys(base.first_run, first_run), *([] if has_same_inputs else ["model or data"])]
-            ),
+            "differs_from_base": " ".join([*differing_keys, *([] if has_same_inputs else ["model or data"])]),
         }
     return row
 

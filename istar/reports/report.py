@@ -27,7 +27,7 @@ from istar.reports import (
     training_figures,
 )
 from istar.reports.run_frame import Runs, read_runs
-from istar.runs.identity import BASE_LABEL
+from istar.runs.names import BASE_LABEL
 from istar.statistics import conclusions
 
 REPORT_KIND = PageKind("report", "istar report")

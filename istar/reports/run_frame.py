@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rich.table import Table
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
-from istar.runs.identity import Inputs, label_inputs
+from istar.runs.labels import Inputs, label_inputs
 from istar.runs.names import format_metric, format_number, merit
 from istar.runs.record import CONFIG, RESULT, RunRecord, check_runs_folder, read_result, read_unfinished
 from istar.runs.run_rows import (
@@ -24,6 +24,7 @@ from istar.runs.run_rows import (
     describe_smoke_runs,
     find_distinctive_settings,
     get_inputs,
+    list_settings_that_matter,
     record_to_row,
 )
 
@@ -61,6 +62,7 @@ class Runs:
     read_errors: dict[str, str]  # error message by folder, for folders that could not be read as a run
     records: dict[str, RunRecord] = field(default_factory=dict)  # complete records by folder; empty unless requested
     num_smoke: int = 0  # number of smoke runs, which have no row and no record
+    settings_that_matter: frozenset[str] = frozenset()  # config keys that change the outcome of some of the runs
 
 
 def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
@@ -78,7 +80,7 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
     inputs: list[Inputs] = []  # of each row
     read_errors: dict[str, str] = {}
     records: dict[str, RunRecord] = {}
-    num_smoke = 0
+    num_smoke, settings_that_matter = 0, set[str]()
     visited_folders = {root}
     run_folders = list(_find_run_folders(root, read_errors))
     for folder in run_folders:
@@ -90,6 +92,7 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
                 continue
             rows.append({"folder": str(folder), **record_to_row(record)})
             inputs.append(get_inputs(record))
+            settings_that_matter |= list_settings_that_matter([record])
             if keep_records:
                 records[str(folder)] = record
         except UserError as error_of_run:
@@ -108,7 +111,7 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
     for row, run_inputs in zip(rows, inputs, strict=True):
         row["task"], row["model"] = labels[run_inputs]
     frame = pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS])
-    return Runs(frame, read_errors, records, num_smoke)
+    return Runs(frame, read_errors, records, num_smoke, frozenset(settings_that_matter))
 
 
 def load_runs(folder: str | Path = "runs") -> pd.DataFrame:
@@ -189,27 +192,29 @@ def sort_runs(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     return frame.loc[order]
 
 
-def list_default_columns(frame: pd.DataFrame) -> list[str]:
-    """Return `MAIN_COLUMNS` and, after the method, the config keys in which runs of the same method differ."""
+def list_default_columns(frame: pd.DataFrame, settings_that_matter: Collection[str]) -> list[str]:
+    """Return `MAIN_COLUMNS` and, after the method, the settings that matter in which runs of the same method differ."""
     after_method = MAIN_COLUMNS.index("method") + 1
     rows = [
         # The frame has NaN for a key that a run lacks.
         {str(key): value for key, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
         for row in frame.to_dict("records")
     ]
-    settings = find_distinctive_settings(rows)
+    settings = find_distinctive_settings(rows, settings_that_matter)
     return [*MAIN_COLUMNS[:after_method], *settings, *MAIN_COLUMNS[after_method:]]
 
 
-def build_runs_table(frame: pd.DataFrame, columns: Sequence[str], width: int) -> tuple[Table, list[str]]:
+def build_runs_table(
+    frame: pd.DataFrame, columns: Sequence[str], width: int, defaults: Sequence[str]
+) -> tuple[Table, list[str]]:
     """Return a table of runs that is at most `width` wide, and the names of the columns that it lacks for this reason.
 
-    Without `columns`, the table begins with the default columns that have values, and loses the least important ones
-    until it fits. Of the given `columns` it loses none: their cells are folded, and never cut.
+    Without `columns`, the table begins with the columns among `defaults`, from `list_default_columns`, that have
+    values, and loses the least important ones until it fits. Of the given `columns` it loses none: their cells are
+    folded, and never cut.
     """
     # pandas marks missing values as NaN, which would be printed as a word.
     runs = frame.astype(object).where(frame.notna(), None).to_dict("records")
-    defaults = list_default_columns(frame)
     shown = columns or [column for column in defaults if column == "name" or frame[column].notna().any()]
     settings = [column for column in defaults if column not in MAIN_COLUMNS]
     settings += [column for column in ("task", "model") if any(run[column] not in run["name"] for run in runs)]

@@ -9,7 +9,7 @@ import pandas as pd
 
 from istar.reports.configurations import by_model_and_task
 from istar.reports.method_comparisons import Method
-from istar.runs.identity import TINY
+from istar.runs.names import TINY
 from istar.runs.record import RunRecord
 
 _MODEL_OPTIONS = {

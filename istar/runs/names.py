@@ -1,7 +1,30 @@
-"""How the metrics of tasks are compared and shown, and the names of measures in logs and of their texts in files."""
+"""Names of methods and metrics, how metrics are compared and shown, and the names of measures in logs and files."""
 
 import math
 
+TINY = "tiny"
+"""Name of istar's tiny BERT, as in conf/model/tiny.yaml."""
+BASE = "base"
+"""Method of runs without a penalty."""
+METHOD_NAMES = {
+    BASE: "Base",
+    "istar": "I-STAR",
+    "cosreg": "CosReg",
+    "vicreg": "VICReg",
+    "decorrelation": "decorrelation",
+    "gor": "GOR",
+    "uniformity": "uniformity",
+    "kurtosis": "kurtosis",
+    "simctg": "SimCTG",
+    "sigreg": "SIGReg",
+    "spectrum": "spectrum control",
+    "random_direction": "random direction",
+    "weight_decay": "weight decay",
+    "dropout": "dropout",
+}
+"""Names of methods in tables, without their settings, by `reg.name` or `BASE`."""
+BASE_LABEL = METHOD_NAMES[BASE]
+"""Name of training without a penalty in tables and figures."""
 _LOSSES = ("loss", "perplexity")
 """Metrics to minimize. All others are fractions or correlations to maximize."""
 COMBINED = "combined"

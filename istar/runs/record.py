@@ -1,38 +1,25 @@
-"""The record of a run (`result.json`): its fields, what the run was made with, and functions that write and read it."""
+"""The record of a run (`result.json`): its fields, and the functions that write and read it."""
 
-import functools
 import json
-import os
-import platform
-import re
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Required, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 from istar.errors import UserError
 from istar.files.parsing import MissingFileError, read_record
 from istar.files.writing import write_text
+from istar.runs.key import RECORD_FORMAT, RunKey
 from istar.runs.names import merit
-
-if TYPE_CHECKING:
-    import torch
 
 RESULT = "result.json"
 CONFIG = "config.yaml"
 GEOMETRY = "geometry.json"
 METRICS_FILE = "metrics.csv"
+KEY = "key.json"
 PROGRESS = ".istar/progress.json"
 KEPT_MODELS = "models"
-RECORD_FORMAT = 1
 _START_COMMENT = "# The run began at "
-_REPORTED_PACKAGES = ("istar", "torch", "lightning", "transformers", "datasets", "numpy", "scikit-learn")
-_PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
-_GIT_TIMEOUT_SECONDS = 30.0
-"""Timeout of git on slow network file systems."""
-
 
 _Count = Annotated[int, 0]
 _Scores = dict[str, float]
@@ -63,7 +50,6 @@ class _Timing(TypedDict, total=False):
 
 
 class _Data(TypedDict, total=False):
-    fingerprint: str
     train: _Count
     validation: dict[str, _Count]  # by validation set
 
@@ -101,13 +87,29 @@ class _Settings(TypedDict):
     seed: _Count
 
 
+class _KeySettings(TypedDict):
+    """The settings in a run's key that readers of runs need, among many others."""
+
+    task: _Named
+    model: dict[str, Any]
+    reg: _Penalty
+    seed: _Count
+
+
+class _Key(TypedDict):
+    settings: _KeySettings
+    data: str
+    model: str
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """The outcome of a run, as stored in `result.json`; `read` checks the types that are annotated here."""
 
-    name: str  # name of the run and of its folder; it ends with the identity hash
+    name: str  # name of the run and of its folder; it ends with the hash of the key
     status: Annotated[str, Literal["finished", "failed", "pruned"]]
     config: Annotated[dict[str, Any], _Settings]  # resolved config, with the keys of the command line
+    key: Annotated[RunKey, _Key]  # what makes other runs equal to this one, or repetitions of it
     # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
     headline: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
     # Choice of the best epoch: the `set` (a validation set or `held_out`), the name of the `metric`, and its `value`.
@@ -122,15 +124,13 @@ class RunRecord:
     # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
     isotropy: Annotated[dict[str, Any], _Isotropy] = field(default_factory=dict)
     epochs: Annotated[list[dict[str, Any]], list[_Epoch]] = field(default_factory=list)  # metrics and isotropy of each
-    # Sizes and fingerprint of the data sets, and number of validation examples that also occur in the training data.
+    # Sizes of the data sets, and number of validation examples that also occur in the training data.
     data: Annotated[dict[str, Any], _Data] = field(default_factory=dict)
     skipped_steps: _Count = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
     # First start, `began` (UTC, ISO 8601), and durations in seconds, in `total` and by phase, in the process that
     # finished the run.
     timing: Annotated[dict[str, Any], _Timing] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
-    # Hub id and commit of the model before training, or a hash of the files of a local folder; see `identity_hash`.
-    model_identity: str | None = None
     # Commit of the data set on the hub. None for a local folder, for generated examples, and offline if the cache of
     # `datasets` does not name the commit.
     data_commit: str | None = None
@@ -165,67 +165,6 @@ class RunRecord:
         return sum(self.data.get("validation", {}).values())
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the installed versions of istar and of the libraries that affect results."""
-    return {name: version(name) for name in _REPORTED_PACKAGES}
-
-
-@functools.cache
-def describe_code(package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Any]:
-    """Return the fields `code_commit` and `code_modified` of `RunRecord`.
-
-    Both are None if git is not installed or does not track the modules in `package_folder`. A process keeps the first
-    result, because later commits do not change the modules that it has imported.
-    """
-    unknown_fields = {"code_commit": None, "code_modified": None}
-    # An installed istar may lie within the checkout of another project, which does not track it.
-    if _run_git(package_folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return unknown_fields
-    commit = _run_git(package_folder, "rev-parse", "HEAD")
-    changes = _run_git(package_folder, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
-    return {"code_commit": commit, "code_modified": None if changes is None else changes != ""}
-
-
-def describe_hardware(device: "torch.device", num_processes: int) -> dict[str, Any]:
-    """Return the fields `device` (of this process), `processes`, `cuda` and `system` of `RunRecord`."""
-    import torch  # readers of records do without it
-
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else _get_cpu_name()
-    if device.type not in ("cuda", "cpu"):
-        device_name = device.type
-    return {
-        "device": device_name,
-        "processes": num_processes,
-        "cuda": torch.version.cuda,
-        "system": platform.platform(),
-    }
-
-
-def _run_git(folder: Path, *arguments: str) -> str | None:
-    # A git hook sets GIT_DIR and the like to its repository, which may be another one.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        completed = subprocess.run(
-            ["git", *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return completed.stdout.strip() if completed.returncode == 0 else None
-
-
-def _get_cpu_name() -> str:
-    try:
-        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        match = None
-    return match[1] if match else platform.processor() or platform.machine()
-
-
 def start_comment(started_at: str) -> str:
     """Return the first line of `config.yaml`, a comment with the start time of the run."""
     return f"{_START_COMMENT}{started_at}\n"
@@ -246,6 +185,15 @@ def write_result(record: RunRecord, folder: Path) -> None:
     write_text(folder / RESULT, json.dumps(asdict(record), indent=2, allow_nan=True) + "\n")
 
 
+def format_key(key: RunKey) -> str:
+    """Return the content of `key.json`, which `read_unfinished` reads until there is a record with the key."""
+    return json.dumps(asdict(key), indent=2) + "\n"
+
+
+def _make_key(values: Mapping[str, Any]) -> RunKey:
+    return RunKey(values["settings"], values["data"], values["model"])
+
+
 def check_runs_folder(root: Path) -> None:
     """Raise a `UserError` if the folder that a command searches for runs is not a folder."""
     if not root.is_dir():
@@ -260,9 +208,10 @@ def read_result(folder: Path) -> RunRecord:
     """
     path = folder / RESULT
     try:
-        record = RunRecord(**read_record(path, RunRecord, "a result", RECORD_FORMAT))
+        values = read_record(path, RunRecord, "a result", RECORD_FORMAT)
     except MissingFileError as error:
         raise UserError(f"{folder} holds no {RESULT}: the run is not finished, or this is not a run folder") from error
+    record = RunRecord(**values | {"key": _make_key(values["key"])})
     if gap := _find_gap(record):
         raise UserError(f"{path}: {gap}")
     return record
@@ -270,9 +219,10 @@ def read_result(folder: Path) -> RunRecord:
 
 def _find_gap(record: RunRecord) -> str:
     """Return what a record lacks for its readers, or an empty string; an unfinished run may lack much."""
-    reg, headline = record.config["reg"], record.headline
-    if reg["name"] != "none" and "lambda" not in reg:
-        return "its config lacks reg.lambda"
+    headline = record.headline
+    for settings in (record.config, record.key.settings):
+        if settings["reg"]["name"] != "none" and "lambda" not in settings["reg"]:
+            return "its config lacks reg.lambda"
     if record.status != "finished":
         return ""
     before, after = (record.isotropy.get(stage, {}) for stage in ("before", "after"))
@@ -288,14 +238,15 @@ def _find_gap(record: RunRecord) -> str:
 
 
 def read_unfinished(folder: Path) -> RunRecord:
-    """Return a record with the status `unfinished` and the config of a run without a `result.json`.
+    """Return a record with the status `unfinished`, and with the config and the key of a run without a `result.json`.
 
     Raises:
-        UserError: if `config.yaml` is missing or cannot be read, or is not the config of a run.
+        UserError: if `config.yaml` or the key is missing or cannot be read, or is not from a run.
     """
     path = folder / CONFIG
     config = read_record(path, _Settings, "a config")
-    record = RunRecord(folder.name, "unfinished", config, timing={"began": read_start_time(folder)})
+    key = _make_key(read_record(folder / KEY, _Key, "a key"))
+    record = RunRecord(folder.name, "unfinished", config, key, timing={"began": read_start_time(folder)})
     if gap := _find_gap(record):
         raise UserError(f"{path}: {gap}")
     return record

@@ -1,17 +1,11 @@
 """Runs as rows of tables: their columns, and groups of the runs that a table compares."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
-from istar.runs.identity import (
-    Inputs,
-    configuration_hash,
-    identifies_run,
-    label_inputs,
-    label_method,
-    shorten_model_name,
-)
+from istar.runs.key import flatten_settings
+from istar.runs.labels import Inputs, label_inputs, shorten_model_name
 from istar.runs.record import RunRecord
 
 RUN_COLUMNS = (
@@ -20,19 +14,24 @@ RUN_COLUMNS = (
     "began", "istar_version", "code_commit", "code_modified",
 )  # fmt: skip
 """Columns of every data frame of runs; see `Runs.frame`."""
+_SETTINGS_OF_INPUTS = ("task.limit_train", "task.limit_validation", "model.tokenizer")
+"""Config keys that matter, but that a run's key replaces by the data and the model that they yield.
+
+They are not part of the labels of tasks and models, unlike `task.data_dir`, `model.name` and `model.revision`.
+"""
 
 
 def get_inputs(record: RunRecord) -> Inputs:
-    """Return the data and the model that a run starts from; their fingerprints are unknown of an unfinished run."""
+    """Return the data and the model that a run starts from."""
     task, model = record.config["task"], record.config["model"]
     names = task["name"], task.get("data_dir"), model["name"], model.get("revision")
-    return Inputs(*names, record.data.get("fingerprint"), record.model_identity)
+    return Inputs(*names, record.key.data, record.key.model)
 
 
 def record_to_row(record: RunRecord) -> dict[str, Any]:
     """Return the row of a run in a data frame of runs, without the column `folder`; see `Runs.frame`.
 
-    Task and model have their short names; see `istar.runs.identity.label_inputs` for the labels among other runs.
+    Task and model have their short names; see `istar.runs.labels.label_inputs` for the labels among other runs.
     """
     config, headline = record.config, record.headline
     isoscore_before, isoscore_after = (record.isotropy.get(stage, {}).get("union") for stage in ("before", "after"))
@@ -41,7 +40,7 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
         record.status,
         config["task"]["name"],
         shorten_model_name(config["model"]["name"]),
-        label_method(record.config),
+        record.key.label,
         config["seed"],
         headline.get("metric"),
         headline.get("value"),
@@ -54,24 +53,15 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
         record.timing.get("total"),
         record.skipped_steps,
         record.error,
-        record.data.get("fingerprint"),
+        record.key.data,
         record.timing.get("began"),
         record.versions.get("istar"),
         record.code_commit,
         record.code_modified,
     )
     metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
-    settings = {key: value for key, value in _flatten(config).items() if "." in key}
+    settings = {key: value for key, value in flatten_settings(config).items() if "." in key}
     return {**dict(zip(RUN_COLUMNS, column_values, strict=True)), **metrics, **settings}
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dictionaries by key as on the command line, `model.config.hidden_size`."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        is_nested = isinstance(value, dict) and value
-        values |= _flatten(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
-    return values
 
 
 def describe_smoke_runs(count: int) -> str:
@@ -90,31 +80,31 @@ class Configuration(NamedTuple):
 def group_by_task(records: Sequence[RunRecord]) -> dict[tuple[str, str], list[Configuration]]:
     """Group runs by the labels of task and model, then by configuration, in the order of `records`.
 
-    See `istar.runs.identity.label_inputs` and `configuration_hash`.
+    See `istar.runs.labels.label_inputs` and `RunKey.configuration`.
     """
     runs_by_task: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
     labels = label_inputs(map(get_inputs, records))
     for record in records:
-        configuration = configuration_hash(record.config, record.data.get("fingerprint", ""), record.model_identity)
-        runs_by_task.setdefault(labels[get_inputs(record)], {}).setdefault(configuration, []).append(record)
+        runs_by_configuration = runs_by_task.setdefault(labels[get_inputs(record)], {})
+        runs_by_configuration.setdefault(record.key.configuration, []).append(record)
     return {
-        task_and_model: list(
-            map(Configuration, _make_labels(runs_by_configuration.values()), runs_by_configuration.values())
-        )
+        task_and_model: _label_configurations(list(runs_by_configuration.values()))
         for task_and_model, runs_by_configuration in runs_by_task.items()
     }
 
 
-def _make_labels(configurations: Iterable[Sequence[RunRecord]]) -> list[str]:
+def _label_configurations(configurations: Sequence[list[RunRecord]]) -> list[Configuration]:
     rows = [record_to_row(runs[0]) for runs in configurations]
+    matters = list_settings_that_matter(runs[0] for runs in configurations)
     keys_by_method = {
-        method: find_distinctive_settings(row for row in rows if row["method"] == method)
+        method: find_distinctive_settings((row for row in rows if row["method"] == method), matters)
         for method in dict.fromkeys(row["method"] for row in rows)
     }
-    return [
+    labels = [
         " ".join([row["method"], *(_format_setting(key, row[key]) for key in keys_by_method[row["method"]])])
         for row in rows
     ]
+    return list(map(Configuration, labels, configurations))
 
 
 def _format_setting(key: str, value: Any) -> str:
@@ -123,23 +113,27 @@ def _format_setting(key: str, value: Any) -> str:
     return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
 
 
-def find_distinctive_settings(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the config keys in which runs of the same task, model and method differ; rows are as of `record_to_row`.
+def list_settings_that_matter(records: Iterable[RunRecord]) -> set[str]:
+    """Return the config keys that change the outcome of a run, except those that the labels of its inputs contain."""
+    return {*_SETTINGS_OF_INPUTS, *(key for record in records for key in flatten_settings(record.key.settings))}
 
-    Keys that do not identify a run, such as `run.root`, are left out: the labels of task and model tell paths apart.
-    Keys that some runs of a method lack are left out too, because they belong to another option.
+
+def find_distinctive_settings(rows: Iterable[Mapping[str, Any]], matters: Collection[str]) -> list[str]:
+    """Return the config keys among `matters` in which runs of the same task, model and method differ.
+
+    Rows are as of `record_to_row`. Keys that some runs of a method lack are left out, because they belong to another
+    option.
     """
     rows_by_method: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         rows_by_method.setdefault((row["task"], row["model"], row["method"]), []).append(row)
-    groups = list(rows_by_method.values())
     differing = {
         key: None
-        for group in groups
+        for group in rows_by_method.values()
         for key in group[0]
         if "." in key and all(key in row for row in group) and len({str(row[key]) for row in group}) > 1
     }
-    return [key for key in differing if identifies_run(key)]
+    return [key for key in differing if key in matters]
 
 
 class Candidate(Protocol):

@@ -750,17 +750,17 @@ MUTATIONS = [
     ),
     Mutation(
         "Runs with different models have the same name.",
-        "istar/runs/identity.py",
-        '"model": model,',
-        '"model": "",',
-        "tests/runs/test_record.py::test_what_changes_the_outcome_counts",
+        "istar/runs/key.py",
+        '"model": self.model}',
+        '"model": ""}',
+        "tests/runs/test_key.py::test_settings_data_and_model_make_a_run",
     ),
     Mutation(
         "Runs with different data have the same name.",
-        "istar/runs/identity.py",
-        '"data": data,',
+        "istar/runs/key.py",
+        '"data": self.data,',
         '"data": "",',
-        "tests/runs/test_record.py::test_what_changes_the_outcome_counts",
+        "tests/runs/test_key.py::test_settings_data_and_model_make_a_run",
     ),
     # ---- sweeps and reports
     Mutation(
@@ -800,10 +800,10 @@ MUTATIONS = [
     ),
     Mutation(
         "Data sets of one task compete as its settings.",
-        "istar/runs/identity.py",
+        "istar/runs/labels.py",
         '(f"{run.task} ({data_end})" if data_end else run.task, ',
         "(run.task, ",
-        "tests/runs/test_identity.py",
+        "tests/runs/test_labels.py",
     ),
     Mutation(
         "Several values on the command line replace the fixed lambda of CosReg.",
@@ -927,16 +927,9 @@ MUTATIONS = [
         "tests/reports/test_method_comparisons.py::test_a_part_of_the_validation_set_is_not_the_best_by_luck",
     ),
     Mutation(
-        "A folder with other weights is the same model.",
-        "istar/runs/identity.py",
-        "    if model is None:\n        model =",
-        "    if True:\n        model =",
-        "tests/reports/test_configurations.py::test_the_files_of_a_model_count_and_not_its_path",
-    ),
-    Mutation(
         "Configurations of a sweep have the name of their method alone.",
         "istar/runs/run_rows.py",
-        "return [key for key in differing if identifies_run(key)]",
+        "return [key for key in differing if key in matters]",
         "return []",
         "tests/finetune/sweeps/test_comparison.py::test_configurations_of_a_method_are_told_apart",
     ),
@@ -957,8 +950,8 @@ MUTATIONS = [
     Mutation(
         "The reported set chooses the configuration, although other data are held out for it.",
         "istar/reports/configurations.py",
-        "record.selection_merit if record.headline else math.nan for",
-        "merit(record.headline['metric'], record.headline['value']) if record.headline else math.nan for",
+        "selection_merit=record.selection_merit if record.headline",
+        "selection_merit=float(record.headline['value']) if record.headline",
         "tests/reports/test_method_comparisons.py",
     ),
     Mutation(

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from istar.runs.record import RESULT, RunRecord
+from istar.runs.record import KEY, RESULT, RunRecord, format_key
+from tests.finished_runs import make_plain_key
 
 METRICS = {"rte": "accuracy", "cola": "matthews_correlation", "squad": "f1", "stsb": "pearson", "clm": "perplexity"}
 LAYERS = 4
@@ -53,6 +54,8 @@ def record(
     status: str = "finished",
     name: str | None = None,
     changes: Mapping[str, Any] | None = None,
+    data: str = "",
+    weights: str | None = None,
     **keys: Any,
 ) -> RunRecord:
     """Return the record of a run with plausible results.
@@ -60,13 +63,16 @@ def record(
     Args:
         value: headline metric, a fraction.
         changes: fields of the record to replace.
+        data: fingerprint of the data; by default all runs of a task have the same data.
+        weights: identity of the model; by default its name and revision.
         keys: as in `config`.
     """
     settings = config(task, model, reg, seed, **keys)
     digest = hashlib.sha256(json.dumps([settings, status], sort_keys=True).encode()).hexdigest()[:12]
+    key = make_plain_key(settings, data or f"data-{task}", weights)
     name = name or f"{task}-{Path(model).name}-{reg['name']}-{digest}"
     if status in ("failed", "unfinished"):
-        return RunRecord(name, status, settings, error="loss is NaN at step 7" if status == "failed" else None)
+        return RunRecord(name, status, settings, key, error="loss is NaN at step 7" if status == "failed" else None)
     metric = METRICS.get(task, "accuracy")
     random = np.random.default_rng(seed)
     weight = reg.get("lambda", 0.0) or 0.0
@@ -92,11 +98,11 @@ def record(
         "collapsed": {"validation": False},
         "isotropy": {"before": {**after, "union": 0.1}, "after": {**after, "union": after["1"]}, "points": 999},
         "epochs": epochs,
-        "data": {"fingerprint": f"data-{task}", "train": 100, "validation": {"validation": 50}},
+        "data": {"train": 100, "validation": {"validation": 50}},
         "timing": {"total": 60.0 + seed, "shrinkage": refreshes},
         **(changes or {}),
     }
-    return RunRecord(name, status, settings, **values)
+    return RunRecord(name, status, settings, key, **values)
 
 
 def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:
@@ -104,6 +110,7 @@ def save(run: RunRecord, root: Path, geometry: bool = True) -> Path:
     folder = root / run.name
     if run.status == "unfinished":
         folder.mkdir(parents=True)
+        (folder / KEY).write_text(format_key(run.key))
         (folder / "config.yaml").write_text(json.dumps(run.config))
         return folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,7 @@ def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
 
 def test_a_model_with_a_longer_label_has_the_numbers_of_the_paper(prepare: Prepare) -> None:
     models = BERT, "elsewhere/bert-base-cased"
-    frame = prepare(*(record("rte", model, istar(), 1, changes={"model_identity": model}) for model in models))
+    frame = prepare(*(record("rte", model, istar(), 1, weights=model) for model in models))
     cells = configurations.select_cells(frame)
     table1 = paper_tables.build_table1_sheet(cells).frame.set_index("model")
     assert set(table1.index) == set(models)
@@ -118,35 +118,35 @@ def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -
 
 
 def test_what_makes_another_configuration(prepare: Prepare) -> None:
-    """`tests/runs/test_identity.py` has all settings."""
+    """`tests/runs/test_key.py` has all settings."""
     frame = prepare(
         record("rte", BERT, BASE, 1),
         record("rte", BERT, BASE, 2, task__data_dir="elsewhere", data__num_workers=4, run__save_model=False),
         record("rte", BERT, BASE, 3, optim__lr=1e-5),
         record("rte", BERT, BASE, 4, model__revision="other"),
     )
-    hashes = frame.sort_values("seed")["config_hash"]
+    hashes = frame.sort_values("seed")["configuration"]
     assert hashes.duplicated().tolist() == [False, True, False, False]
 
 
 def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare) -> None:
     frame = prepare(
         record("rte", BERT, BASE, 1),
-        record("rte", BERT, BASE, 2, changes={"data": {"fingerprint": "other"}}),
+        record("rte", BERT, BASE, 2, data="other"),
         record("rte", "mine/bert-base-cased", BASE, 3),
     )
-    assert frame["config_hash"].nunique() == 3
+    assert frame["configuration"].nunique() == 3
 
 
 def test_the_files_of_a_model_count_and_not_its_path(prepare: Prepare) -> None:
     """After new weights were saved to a folder, a run with them used to count as a repetition of the earlier run."""
     frame = prepare(
-        record("rte", "mine/model", BASE, 1, name="old", changes={"model_identity": "1234"}),
-        record("rte", "mine/model", BASE, 1, name="new", changes={"model_identity": "5678"}),
-        record("rte", "a/copy/model", BASE, 2, name="copy", changes={"model_identity": "5678"}),
+        record("rte", "mine/model", BASE, 1, name="old", weights="1234"),
+        record("rte", "mine/model", BASE, 1, name="new", weights="5678"),
+        record("rte", "a/copy/model", BASE, 2, name="copy", weights="5678"),
     ).set_index("name")
     assert not frame["repeated"].any()
-    assert frame.loc["new", "config_hash"] == frame.loc["copy", "config_hash"] != frame.loc["old", "config_hash"]
+    assert frame.loc["new", "configuration"] == frame.loc["copy", "configuration"] != frame.loc["old", "configuration"]
 
 
 def test_a_seed_counts_once(prepare: Prepare) -> None:

@@ -206,11 +206,11 @@ def test_each_data_set_and_each_model_is_compared(
 ) -> None:
     """Of two corpora or of two checkpoints with the same last name, only those with the best means were compared."""
     for number, (path, gain) in enumerate(zip(paths, (0.2, -0.2), strict=True)):
-        changes = {"data": {"fingerprint": f"data {number}", "train": 100}, "model_identity": f"model {number}"}
+        hashes = {"data": f"data {number}", "weights": f"model {number}"}
         for seed in range(1, 9):
             score = 0.5 + seed / 100
-            save_all(tmp_path, BASE, {seed: score}, changes=changes, **path)
-            save_all(tmp_path, istar(-1), {seed: score + gain + seed / 1000}, changes=changes, **path)
+            save_all(tmp_path, BASE, {seed: score}, **hashes, **path)
+            save_all(tmp_path, istar(-1), {seed: score + gain + seed / 1000}, **hashes, **path)
     compared = compare_methods_in(tmp_path)
     assert [(method.model, method.task) for method in compared.methods[::2]] == names
     assert [verdict(row.statistics) for row in compared.comparisons] == [Verdict.BETTER, Verdict.WORSE]
@@ -218,17 +218,15 @@ def test_each_data_set_and_each_model_is_compared(
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"data": {"fingerprint": "a part of data-rte", "train": 100}}, {"model_identity": "5678"}],
-    ids=lambda changes: next(iter(changes)),
+    "inputs", [{"data": "a part of data-rte"}, {"weights": "5678"}], ids=lambda inputs: next(iter(inputs))
 )
-def test_scores_on_other_data_or_of_other_models_are_not_compared(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_scores_on_other_data_or_of_other_models_are_not_compared(tmp_path: Path, inputs: dict[str, Any]) -> None:
     """Two methods used to be compared even if each had another validation set, such as a part of it."""
     scores = {seed: 0.5 + seed / 100 for seed in range(1, 8)}
     save_all(tmp_path, BASE, scores)
     better_scores = {seed: score + 0.2 + seed / 1000 for seed, score in scores.items()}
     save_all(tmp_path, istar(-1), better_scores)
-    save_all(tmp_path, istar(1), better_scores, changes=changes)
+    save_all(tmp_path, istar(1), better_scores, **inputs)
     same, other = (comparison.statistics for comparison in compare_methods_in(tmp_path).comparisons)
     assert (same.pairs, other.pairs) == (7, 0)
     assert "is better than Base" in conclusion(same)
@@ -252,10 +250,10 @@ def test_scores_on_other_data_or_of_other_models_are_not_compared(tmp_path: Path
 
 def test_a_part_of_the_validation_set_is_not_the_best_by_luck(tmp_path: Path) -> None:
     """A short trial run with `task.limit_validation`, in the same folder, used to be shown for its better mean."""
-    part = {"fingerprint": "a part of data-rte", "train": 100, "validation": {"validation": 5}}
+    part = {"train": 100, "validation": {"validation": 5}}
     for reg in (BASE, istar(-1)):
         save_all(tmp_path, reg, {1: 0.6})
-        save_all(tmp_path, reg, {1: 1.0}, changes={"data": part}, task__limit_validation=5)
+        save_all(tmp_path, reg, {1: 1.0}, changes={"data": part}, data="a part", task__limit_validation=5)
     compared = compare_methods_in(tmp_path)
     assert [list(method.score_by_seed.values()) for method in compared.methods] == [[60.0], [60.0]]
     assert compared.comparisons[0].statistics.obstacle == ""

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,8 @@ def test_hostile_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in (1, 2):
         save(record("rte", model, BASE, seed, 0.5), tmp_path / "runs")
         save(record("rte", model, istar(), seed, 0.5 + seed / 100), tmp_path / "runs")
-    save(RunRecord("failed", "failed", record("rte", model, BASE, 3).config, error=NASTY), tmp_path / "runs")
+    failed = record("rte", model, BASE, 3, status="failed", name="failed")
+    save(replace(failed, error=NASTY), tmp_path / "runs")
     (tmp_path / "runs" / "<i>no & run").mkdir()
     report.write_report(tmp_path / "runs", tmp_path / "report")
     page = parsed(tmp_path / "report" / "index.html")
@@ -318,7 +320,7 @@ def test_each_model_has_one_command_for_all_its_tasks(tmp_path: Path) -> None:
         "istar train -m +sweep=table1 task=demo model=tiny",
     ]
     for path in ("easy.txt", "hard.txt"):
-        save(record("clm", "tiny", BASE, 1, status="failed", task__data_dir=path), tmp_path)
+        save(record("clm", "tiny", BASE, 1, status="failed", data=path, task__data_dir=path), tmp_path)
     runs = read_runs(tmp_path, keep_records=True)
     assert sweep_commands.build_sweep_commands("table1", runs.frame, runs.records, "runs")[2:4] == [
         f"istar train -m +sweep=table1 task=clm task.data_dir={path} model=tiny" for path in ("easy.txt", "hard.txt")

@@ -20,6 +20,7 @@ from istar.finetune.config import Config
 from istar.finetune.config.schema import to_dict
 from istar.reports.run_frame import (
     MAIN_COLUMNS,
+    Runs,
     build_runs_table,
     check_export,
     export_frame,
@@ -27,7 +28,8 @@ from istar.reports.run_frame import (
     read_runs,
     sort_runs,
 )
-from istar.runs.record import RESULT, RunRecord, write_result
+from istar.runs.record import KEY, RESULT, RunRecord, format_key, write_result
+from tests.finished_runs import make_key
 
 
 @pytest.fixture
@@ -38,9 +40,15 @@ def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., 
     """
 
     def write_record(
-        name: str, *overrides: str, value: float | None = 0.5, root: Path = tmp_path, **changes: Any
+        name: str,
+        *overrides: str,
+        value: float | None = 0.5,
+        root: Path = tmp_path,
+        weights: str = "model",
+        **changes: Any,
     ) -> RunRecord:
-        record = RunRecord(name, "finished", to_dict(composed("task=rte", *overrides)))
+        config = composed("task=rte", *overrides)
+        record = RunRecord(name, "finished", to_dict(config), make_key(config, "abc", weights))
         if value is not None:
             record = replace(
                 record,
@@ -56,6 +64,12 @@ def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., 
         return record
 
     return write_record
+
+
+def write_unfinished(record: RunRecord, folder: Path) -> None:
+    folder.mkdir()
+    (folder / KEY).write_text(format_key(record.key))
+    (folder / "config.yaml").write_text(yaml.safe_dump(record.config))
 
 
 def test_a_run_is_a_row(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
@@ -74,9 +88,7 @@ def test_a_run_is_a_row(write_run: Callable[..., RunRecord], tmp_path: Path) -> 
 
 def test_failed_and_unfinished_runs_are_rows_too(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("finished")
-    config = write_run("failed", value=None, status="failed", error="out of luck").config
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / "config.yaml").write_text(yaml.safe_dump(config))
+    write_unfinished(write_run("failed", value=None, status="failed", error="out of luck"), tmp_path / "unfinished")
     frame = read_runs(tmp_path).frame.set_index("name")
     assert frame["status"].to_dict() == {"finished": "finished", "failed": "failed", "unfinished": "unfinished"}
     assert frame.loc["failed", "error"] == "out of luck"
@@ -89,9 +101,7 @@ def test_smoke_runs_are_left_out_and_counted_in_one_line(
     write_run("real")
     write_run("stray", "debug=smoke")
     write_run("other", "trainer.fast_dev_run=true", root=tmp_path / "smoke")
-    config = write_run("third", "debug=smoke", root=tmp_path / "smoke").config
-    (tmp_path / "smoke" / "unfinished").mkdir()
-    (tmp_path / "smoke" / "unfinished" / "config.yaml").write_text(yaml.safe_dump(config))
+    write_unfinished(write_run("third", "debug=smoke", root=tmp_path / "smoke"), tmp_path / "smoke" / "unfinished")
     loaded = read_runs(tmp_path, keep_records=True)
     assert (list(loaded.frame["name"]), list(loaded.records)) == (["real"], [str(tmp_path / "real")])
     assert (loaded.num_smoke, loaded.read_errors) == (4, {})
@@ -122,7 +132,7 @@ def test_folders_inside_a_run_are_not_missing_runs(write_run: Callable[..., RunR
 
 
 def test_metrics_and_records(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
-    record = write_run("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7}, data={"fingerprint": "abc"})
+    record = write_run("one", metrics={"accuracy": 0.5, "f1": 0.25, "loss": 0.7})
     loaded = read_runs(tmp_path, keep_records=True)
     [run] = loaded.frame.to_dict("records")
     assert (run["validation.f1"], run["fingerprint"]) == (0.25, "abc")
@@ -247,16 +257,21 @@ def test_outside_of_a_terminal_nothing_is_cut_or_rounded(
     ]
 
 
+def default_columns(runs: Runs) -> list[str]:
+    return list_default_columns(runs.frame, runs.settings_that_matter)
+
+
 def test_settings_that_tell_runs_apart_are_columns(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     """Runs of two penalties differ in other keys too, and so do runs in other folders; these need no column."""
     write_run("slow", "reg=istar", "optim.lr=1e-5", "run.root=a", "seed=1")
     write_run("fast", "reg=istar", "optim.lr=3e-5", "run.root=b", "seed=2")
-    assert "optim.lr" not in list_default_columns(read_runs(tmp_path).frame.iloc[:1])
+    runs = read_runs(tmp_path)
+    assert "optim.lr" not in list_default_columns(runs.frame.iloc[:1], runs.settings_that_matter)
     write_run("other", "reg=none", "optim.lr=3e-5", "data.batch_size=8")
-    columns = list_default_columns(read_runs(tmp_path).frame)
+    columns = default_columns(read_runs(tmp_path))
     assert [column for column in columns if column not in MAIN_COLUMNS] == ["optim.lr"]
     write_run("unlike", "reg=istar", "optim=sgd", "optim.lr=3e-5")
-    new_columns = list_default_columns(read_runs(tmp_path).frame)
+    new_columns = default_columns(read_runs(tmp_path))
     assert [column for column in new_columns if column not in columns] == ["optim.name"]
     assert columns[columns.index("method") + 1] == "optim.lr"
 
@@ -264,22 +279,22 @@ def test_settings_that_tell_runs_apart_are_columns(write_run: Callable[..., RunR
 def test_models_of_one_name_are_told_apart_in_a_narrow_table(
     write_run: Callable[..., RunRecord], tmp_path: Path
 ) -> None:
-    write_run("rte-bert-none-0", "reg=none", "model.name=a/bert", model_identity="1")
+    write_run("rte-bert-none-0", "reg=none", "model.name=a/bert", weights="1")
     assert read_runs(tmp_path).frame["model"].tolist() == ["bert"]
-    write_run("rte-bert-none-1", "reg=none", "model.name=b/bert", model_identity="2")
-    frame = read_runs(tmp_path).frame
-    assert frame["model"].tolist() == ["a/bert", "b/bert"]
-    table, dropped = build_runs_table(frame, (), 50)
+    write_run("rte-bert-none-1", "reg=none", "model.name=b/bert", weights="2")
+    runs = read_runs(tmp_path)
+    assert runs.frame["model"].tolist() == ["a/bert", "b/bert"]
+    table, dropped = build_runs_table(runs.frame, (), 50, default_columns(runs))
     assert "model" in [column.header for column in table.columns]
     assert "task" in dropped
 
 
 def test_a_narrow_table_lacks_columns_but_no_digits(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("rte-bert-base-cased-istar-0123456789ab", value=0.75)
-    frame = read_runs(tmp_path).frame
+    runs = read_runs(tmp_path)
 
     def show(width: int, *columns: str) -> tuple[list[str], list[str]]:
-        table, dropped = build_runs_table(frame, columns, width)
+        table, dropped = build_runs_table(runs.frame, columns, width, default_columns(runs))
         console = Console(width=width, file=StringIO(), record=True)
         console.print(table)
         return console.export_text().splitlines(), dropped

@@ -18,8 +18,7 @@ def add_run(
     root: Path, reg: Mapping[str, Any], seed: int, level: float, model: str = "new", data_dir: str | None = None
 ) -> None:
     """Write a run of 400 steps that measured two layers every 100 steps; layer 2 has InterSim `level` x step."""
-    changes = {"data": {"fingerprint": str(data_dir)}}
-    folder = save(record("clm", model, reg, seed, 20.0, changes=changes, task__data_dir=data_dir), root)
+    folder = save(record("clm", model, reg, seed, 20.0, data=str(data_dir), task__data_dir=data_dir), root)
     rows: list[dict[str, float]] = [{"step": step, "train/task_loss": 9 - step / 100} for step in range(400)]
     for step in STEPS:
         rows.append({"step": step, "geometry/layer_1/inter_sim": -1.0, "geometry/layer_2/inter_sim": level * step})

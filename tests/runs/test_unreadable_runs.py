@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import os
 import random
 import shutil
@@ -18,11 +17,11 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.files.parsing import MAX_DEPTH, parse_json, read_json, read_yaml
 from istar.finetune.execute.finished_runs import read_finished_run
-from istar.finetune.sweeps import live_table, sweep
+from istar.finetune.sweeps import live_table, sweep_plan
 from istar.models.saved_checkpoints import find_checkpoints
 from istar.reports import report
 from istar.reports.run_frame import read_runs
-from istar.runs.record import CONFIG, PROGRESS, RESULT, RunRecord
+from istar.runs.record import CONFIG, KEY, PROGRESS, RESULT, format_key
 from tests.reports.synthetic import BASE, istar, record, save
 
 pytestmark = [
@@ -79,6 +78,11 @@ RESULTS: dict[str, str | bytes] = {
     "timing": changed("timing", "total", to="long"),
     "epochs": changed("epochs", to=[1]),
     "format": changed("format", to=99),
+    "no key": changed("key", to=None),
+    "no data in the key": changed("key", "data", to=None),
+    "key without model": changed("key", "settings", "model", to="bert"),
+    "zeta in the key": changed("key", "settings", "reg", "zeta", to="x"),
+    "no lambda in the key": changed("key", "settings", "reg", to={"name": "istar"}),
     "unknown field": changed("colour", to="red"),
 }
 CONFIGS: dict[str, str | bytes] = {
@@ -114,6 +118,12 @@ def root(tmp_path: Path) -> Path:
             path = root / f"bad {file_name} {name}" / file_name
             path.parent.mkdir()
             path.write_bytes(text.encode() if isinstance(text, str) else text)
+            (path.parent / KEY).write_text(format_key(GOOD.key))
+    for name, text in {"cut": "{", "without settings": "{}", "empty": ""}.items():
+        path = root / f"bad {KEY} {name}" / KEY
+        path.parent.mkdir()
+        path.write_text(text)
+        (path.parent / CONFIG).write_text(json.dumps(GOOD.config))
     for file_name in (RESULT, CONFIG):
         fifo, loop = root / f"bad fifo {file_name}", root / f"bad loop {file_name}"
         fifo.mkdir()
@@ -162,7 +172,7 @@ def test_report(root: Path, caplog: Any, tmp_path: Path) -> None:
 
 
 def test_the_cost_of_a_sweep(root: Path, caplog: Any) -> None:
-    assert len(sweep.read_finished_runs(root)) == 4
+    assert len(sweep_plan.read_finished_runs(root)) == 4
     lines_about([path.parent for path in root.glob(f"bad*/{RESULT}")], caplog)
 
 
@@ -317,6 +327,7 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
             (folder / RESULT).write_text(json.dumps(damage(asdict(good), generator)))
         else:
             (folder / CONFIG).write_text(yaml.safe_dump(damage(good.config, generator)))
+            (folder / KEY).write_text(format_key(good.key))
     loaded = read_runs(tmp_path / "runs", keep_records=True)
     assert len(loaded.frame) + len(loaded.read_errors) == NUM_DAMAGED
     assert min(len(loaded.frame), len(loaded.read_errors)) > NUM_DAMAGED / 6
@@ -324,9 +335,4 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
     assert main(["power", "--runs", str(tmp_path / "runs")]) == 0
     sheets, _ = report._compute_contents(loaded, tmp_path / "runs", "Base")
     assert {"conclusions", "table1", "left_out"} <= sheets.keys()
-    sweep.estimate_duration([], sweep.read_finished_runs(tmp_path / "runs"))
-
-
-def test_the_good_record_is_good() -> None:
-    assert isinstance(GOOD, RunRecord)
-    assert logging.getLogger("istar.reports.run_frame").name in read_runs.__module__
+    sweep_plan.estimate_duration([], sweep_plan.read_finished_runs(tmp_path / "runs"))

@@ -12,7 +12,7 @@ from istar.errors import UserError, check_at_least, check_one_of
 from istar.files.folders import is_model_folder
 from istar.finetune.config.fields import NOT_IN_IDENTITY
 from istar.models.model_source import ModelSource
-from istar.runs.identity import TINY
+from istar.runs.names import TINY
 
 ALL_LINEAR = "all-linear"
 """Value of `model.lora_target_modules` for adapters on all linear modules."""

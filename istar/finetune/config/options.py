@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from istar.runs.identity import BASE, METHOD_NAMES
+from istar.runs.names import BASE, METHOD_NAMES
 from istar.runs.tasks import TASKS
 
 

@@ -5,7 +5,9 @@ runs without training.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,8 @@ from istar.finetune.config.settings import settings_of
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import extras, precision
 from istar.models.model_source import split_revision
-from istar.runs.identity import identity_hash, shorten_model_name
+from istar.runs.key import RunKey
+from istar.runs.labels import shorten_model_name
 from istar.runs.tasks import TaskSpec
 
 if TYPE_CHECKING:
@@ -29,16 +32,14 @@ class RunIdentity:
 
     Attributes:
         config: settings, with values that depend on the machine or the time resolved.
-        data_fingerprint: hash of the training and validation examples; of a stream, of its `DocumentStream.digest`.
-        model_identity: see `identify_model`.
-        folder: folder of the run, named after a hash of config, data and model.
+        key: what makes this run equal to others.
+        folder: folder of the run; its name ends with the hash of the key.
     """
 
     config: Config
     spec: TaskSpec
     examples: "Examples"
-    data_fingerprint: str
-    model_identity: str
+    key: RunKey
     folder: Path
 
 
@@ -56,9 +57,39 @@ def identify(config: Config) -> RunIdentity:
     spec = find_task_spec(config.task)
     precision.check_precision_support(config.trainer)
     examples, data_fingerprint = _load_fingerprinted_examples(spec, config)
-    model_identity = identify_model(config.model)
-    folder = run_folder_path(config, data_fingerprint, model_identity)
-    return RunIdentity(config, spec, examples, data_fingerprint, model_identity, folder)
+    key = make_key(config, data_fingerprint, identify_model(config.model))
+    folder = Path(config.run.root).expanduser() / name_run(config, key)
+    return RunIdentity(config, spec, examples, key, folder)
+
+
+def make_key(config: Config, data_fingerprint: str, model_identity: str) -> RunKey:
+    """Return the key of a run; `config` is the result of `resolve_config`, `model_identity` of `identify_model`.
+
+    `data_fingerprint` is a hash of the training and validation examples; for a stream, of its `DocumentStream.digest`.
+    """
+    # As JSON stores them, so that a key that is read from a file equals the key that was written.
+    return RunKey(json.loads(json.dumps(_list_settings(config))), data_fingerprint, model_identity)
+
+
+def _list_settings(config: Config) -> dict[str, Any]:
+    settings = _select_identity_values(Config, settings_of(config))
+    return settings | ({"reg": {"name": "none"}} if settings["reg"].get("lambda") == 0 else {})
+
+
+def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config without the fields marked `NOT_IN_IDENTITY` in its dataclass."""
+    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
+    class_by_name: dict[str, Any] = {f.name: f.type for f in fields(config_class) if is_dataclass(f.type)}
+    return {
+        key: _select_identity_values(class_by_name[key], value) if key in class_by_name else value
+        for key, value in values.items()
+        if key not in excluded_names
+    }
+
+
+def name_run(config: Config, key: RunKey) -> str:
+    """Return the name of a run and of its folder: task, model and penalty in words, then the hash of the key."""
+    return "-".join([config.task.name, shorten_model_name(config.model.name), key.settings["reg"]["name"], key.hash])
 
 
 def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examples", str]:
@@ -104,26 +135,16 @@ def resolve_model(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def run_folder_path(config: Config, data_fingerprint: str, model_identity: str) -> Path:
-    """Return the path of a run's folder; its name ends with a hash of config, data and model.
-
-    `config` is the result of `resolve_config`, and `model_identity` of `identify_model`.
-    """
-    digest = identity_hash(settings_of(config), data_fingerprint, model_identity)
-    name = "-".join([config.task.name, shorten_model_name(config.model.name), config.reg.name, digest])
-    return Path(config.run.root).expanduser() / name
-
-
-class RunFolders:
-    """Finds the folders of many runs, and loads each data set and hashes each model only once."""
+class KeyMaker:
+    """Makes the keys of many runs, and loads each data set and hashes each model only once."""
 
     def __init__(self) -> None:
         self._resolved_values_by_model: dict[str, dict[str, Any]] = {}
         self._examples_by_data: dict[str, tuple[str, int]] = {}  # fingerprint and number of training examples
         self._identity_by_model: dict[str, str] = {}
 
-    def find(self, config: Config) -> Path:
-        """Return the path of a run's folder, whether it exists or not.
+    def make(self, config: Config) -> RunKey:
+        """Return the key that `identify` gives a run.
 
         Raises:
             UserError: if the run's data cannot be loaded, or `resolve_model` fails.
@@ -139,7 +160,7 @@ class RunFolders:
             self._examples_by_data[data_key] = fingerprint, len(examples.train)
         if model_key not in self._identity_by_model:
             self._identity_by_model[model_key] = identify_model(config.model)
-        return run_folder_path(config, self._examples_by_data[data_key][0], self._identity_by_model[model_key])
+        return make_key(config, self._examples_by_data[data_key][0], self._identity_by_model[model_key])
 
     def resolve(self, config: Config) -> Config:
         """Return the config with its model resolved by `resolve_model`; all runs of a model get the same commit."""
@@ -150,7 +171,7 @@ class RunFolders:
         return replace(config, model=replace(config.model, **self._resolved_values_by_model[model_key]))
 
     def num_training_examples(self, config: Config) -> int:
-        """Return the number of training examples of a run, or 0 if `find` has not loaded its data."""
+        """Return the number of training examples of a run, or 0 if `make` has not loaded its data."""
         return self._examples_by_data.get(_make_data_key(config.task), ("", 0))[1]
 
 

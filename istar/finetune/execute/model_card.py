@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 from istar.drawing.page_tables import make_markdown_table
 from istar.errors import UserError, shorten
 from istar.models.hub import explain_refusal, find_hub_problem, is_hub_id
-from istar.runs.identity import label_method, shorten_model_name
+from istar.runs.labels import shorten_model_name
 from istar.runs.names import axis_label, format_metric
 from istar.runs.record import RunRecord
 from istar.runs.tasks import TaskSpec
@@ -83,7 +83,7 @@ def make_model_card(record: RunRecord, spec: TaskSpec, citation: str) -> str:
     parts = [
         f"# {name}",
         f"Trained on the task {spec.name} ({source}) from {start} by istar {record.versions.get('istar', '')}. "
-        f"Penalty on the hidden states: {label_method(config)}.",
+        f"Penalty on the hidden states: {record.key.label}.",
         "## Scores",
         f"Validation split `{first_split.name}`, epoch {record.headline['epoch']}, which was chosen by "
         f"{record.selection['metric']} on `{record.selection['set']}`.",
@@ -122,7 +122,7 @@ def _list_settings(record: RunRecord) -> Iterator[tuple[str, str]]:
         group, _, name = key.rpartition(".")
         yield f"`{key}`", str((record.config[group] if group else record.config)[name])
     size = f", {record.data['train']:,} examples" if "train" in record.data else ""  # unknown for a stream
-    yield "`data`", f"fingerprint {record.data['fingerprint'][:12]}{size}"
+    yield "`data`", f"fingerprint {record.key.data[:12]}{size}"
     for name, version in record.versions.items():
         yield name, version
 

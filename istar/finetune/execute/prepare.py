@@ -135,7 +135,7 @@ def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
     examples = identity.examples
     if not config.model.trains_tokenizer:
         return build_tokenizer(config.model)
-    data_and_model = [repr(config.model), identity.model_identity, identity.data_fingerprint]
+    data_and_model = [repr(config.model), identity.key.model, identity.key.data]
     key_parts = [*data_and_model, tokenizers.__version__, transformers.__version__]
     cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
     folder = cache_folder(config.data.cache_dir) / "tokenizers" / cache_key

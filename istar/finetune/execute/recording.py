@@ -13,6 +13,7 @@ from istar.files.writing import atomic_write, write_text
 from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.assemble import CHECKPOINTS_FOLDER, Job
 from istar.finetune.execute.model_card import MODEL_CARD, make_model_card
+from istar.finetune.execute.provenance import describe_code, describe_hardware, installed_versions
 from istar.finetune.execute.run_summary import build_geometry_plot, build_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
@@ -31,9 +32,6 @@ from istar.models import pretrained
 from istar.runs.record import (
     GEOMETRY,
     RunRecord,
-    describe_code,
-    describe_hardware,
-    installed_versions,
     read_start_time,
     write_predictions,
     write_result,
@@ -49,9 +47,9 @@ def start_record(job: Job) -> RunRecord:
         job.folder.name,
         "failed",
         to_dict(job.config),
+        job.identity.key,
         timing={"began": read_start_time(job.folder)},
         versions=installed_versions(),
-        model_identity=job.identity.model_identity,
         data_commit=job.data.examples.commit,
         **describe_code(),
         **describe_hardware(job.trainer.strategy.root_device, job.trainer.world_size),
@@ -154,7 +152,6 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         max(job.tokenizer.get_vocab().values()) + 1,
     )
     data: dict[str, Any] = {
-        "fingerprint": job.identity.data_fingerprint,
         "validation": {name: len(rows) for name, rows in examples_by_set.items()},
     }
     if examples.stream is None:

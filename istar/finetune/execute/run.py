@@ -14,7 +14,6 @@ from dataclasses import asdict
 from rich.console import Console
 
 from istar.finetune.config import Config, WandbConfig
-from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.extras import fast_imports
 from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.execute.identify import RunIdentity, identify
@@ -49,7 +48,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         console = None
     identity = identify(config)
     if console is not None:
-        console.print(describe_penalty(to_dict(identity.config)), soft_wrap=True)
+        console.print(describe_penalty(identity.key), soft_wrap=True)
     record = read_finished_run(identity.folder, identity.config)
     if record is None:
         with nullcontext() if "istar.finetune.execute.execute" in sys.modules else fast_imports():

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from istar.drawing.plot import Line, Panel, Plot, evenly_spaced
-from istar.runs.identity import BASE, find_method, label_method, shorten_model_name
+from istar.runs.key import RunKey
+from istar.runs.labels import shorten_model_name
 from istar.runs.names import (
+    BASE,
     GEOMETRY_LABELS,
     format_metric,
     format_number,
@@ -22,19 +23,17 @@ from istar.runs.record import RunRecord
 _MEASURE_KEY = re.compile(geometry_key(r"(\d+)", r"(\w+)"))
 
 
-def describe_penalty(config: Mapping[str, Any]) -> str:
-    """Return a line with the penalty of a run, and the keys that change it; `config` is plain data."""
-    label = "none" if find_method(config) == BASE else label_method(config)
-    keys = [f"reg.{name}=" for name in ("lambda", "zeta") if name in config["reg"]]
+def describe_penalty(key: RunKey) -> str:
+    """Return a line with the penalty of a run, and the config keys that change it."""
+    label = "none" if key.method == BASE else key.label
+    keys = [f"reg.{name}=" for name in ("lambda", "zeta") if name in key.settings["reg"]]
     return f"penalty: {label} (change with {', '.join(['reg=', *keys])})"
 
 
 def build_run_table(record: RunRecord) -> Table:
     """Return a table of one finished run: its metrics, and IsoScore per layer before and after training."""
     headline = record.headline
-    title = (
-        f"{record.config['task']['name']} · {label_method(record.config)} · {Path(record.config['model']['name']).name}"
-    )
+    title = f"{record.config['task']['name']} · {record.key.label} · {Path(record.config['model']['name']).name}"
     table = Table(title=title, title_justify="left", caption=_build_run_caption(record), caption_justify="left")
     for header in ("", "before", "after", "change"):
         table.add_column(header, justify="left" if not header else "right")

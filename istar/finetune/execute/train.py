@@ -18,7 +18,7 @@ from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
 from istar.finetune.training.sharded_training import ShardingStrategy, scatter_weights
 from istar.hidden_states.sharding import is_sharded_module
-from istar.runs.record import CONFIG, KEPT_MODELS, RunRecord, read_start_time, start_comment
+from istar.runs.record import CONFIG, KEPT_MODELS, KEY, RunRecord, format_key, read_start_time, start_comment
 
 _MODEL_FOLDERS = ("model", KEPT_MODELS)
 
@@ -57,7 +57,8 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         started_at = None if checkpoint is None else read_start_time(folder)
         first_line = start_comment(started_at or datetime.now(UTC).isoformat(timespec="seconds"))
         config_text = first_line + yaml.safe_dump(to_dict(config), sort_keys=False)
-        output.write({CONFIG: config_text.encode()})
+        # A folder with a config is a run, so the key is there before.
+        output.write({KEY: format_key(job.identity.key).encode(), CONFIG: config_text.encode()})
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {shorten(error)}") from error
     return None, checkpoint

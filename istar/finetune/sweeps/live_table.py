@@ -20,9 +20,6 @@ from istar.errors import UserError
 from istar.files.folders import list_visible
 from istar.files.parsing import read_json, read_record
 from istar.files.writing import write_text
-from istar.finetune.config.schema import to_dict
-from istar.finetune.sweeps.trials import Trial
-from istar.runs import identity
 from istar.runs.names import format_metric
 from istar.runs.record import PROGRESS, RunRecord
 from istar.runs.run_rows import selection_sort_key
@@ -44,7 +41,7 @@ class SweepEntry:
     method: str  # with its settings
     seed: Annotated[int, 0]
     method_name: str  # the method without its settings
-    configuration: str  # hash that is equal for runs that differ in the seed only
+    configuration: str  # see `RunKey`; of a run whose key is unknown, its name
     # `waiting`, `running`, `elsewhere` (another process executes the run), `finished`, `pruned`, `failed`, or `stopped`
     # (the same command resumes it).
     status: str = "waiting"
@@ -116,21 +113,6 @@ def list_distinctive_overrides(entry: SweepEntry, others: Sequence[SweepEntry]) 
         for override in entry.overrides
         if not override.startswith("seed=") and not all(override in other.overrides for other in others)
     ]
-
-
-def make_entry(trial: Trial) -> SweepEntry:
-    """Create the entry of a trial that has not started yet."""
-    config = to_dict(trial.config)
-    return SweepEntry(
-        trial.name,
-        list(trial.overrides),
-        task=trial.config.task.name,
-        model=identity.shorten_model_name(trial.config.model.name),
-        method=identity.label_method(config),
-        seed=trial.config.seed,
-        method_name=identity.name_method(config),
-        configuration=identity.configuration_hash(config),
-    )
 
 
 class Board:

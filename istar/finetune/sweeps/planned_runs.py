@@ -15,12 +15,13 @@ from istar.files.outputs import Output
 from istar.finetune.config import Config, SweepConfig, WandbConfig, schema
 from istar.finetune.execute import extras
 from istar.finetune.execute.finished_runs import read_finished_run
-from istar.finetune.execute.identify import RunFolders
+from istar.finetune.execute.identify import KeyMaker, name_run
 from istar.finetune.execute.precision import choose_precision
 from istar.finetune.sweeps import live_table, trials
 from istar.finetune.sweeps.live_table import SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
-from istar.runs.identity import Inputs, label_inputs
+from istar.runs.labels import Inputs, label_inputs, shorten_model_name
+from istar.runs.names import BASE_LABEL, METHOD_NAMES
 from istar.runs.record import RunRecord, read_result
 
 _MIN_RUNS_FOR_PROGRESS_BAR = 50  # with at least as many runs, composing their configs shows a progress bar
@@ -64,8 +65,17 @@ def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
     return runs
 
 
+@dataclass
+class PlannedRun:
+    """A run of a sweep, which may have ended."""
+
+    trial: Trial
+    entry: SweepEntry  # its entry in the sweep's state
+    record: RunRecord | None = None  # if the run was finished when it was added
+
+
 class SweepRuns:
-    """The runs of a sweep: a trial and an entry of the sweep's state by the name of each run."""
+    """The runs of a sweep by name."""
 
     def __init__(self, request: SweepRequest, console: Console) -> None:
         settings = request.settings
@@ -76,16 +86,13 @@ class SweepRuns:
         self.folder = request.root / live_table.SWEEPS_FOLDER / f"{settings.name}-{sweep_hash}"
         self.output = Output(self.folder, "sweep", "", "choose another sweep.name")
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
-        self.trial_by_name: dict[str, Trial] = {}
-        self.entry_by_name: dict[str, SweepEntry] = {}
-        # Name of the first grid that contains a run of a configuration, by the hash of the configuration.
+        self.planned: dict[str, PlannedRun] = {}
+        # Name of the first grid that contains a run of a configuration, by `SweepEntry.configuration`.
         self.grid_by_configuration: dict[str, str] = {}
-        self.run_folders = RunFolders()
+        self.key_maker = KeyMaker()
         # Keys that runs leave out because their option lacks them, by that option, such as `reg=none`.
         self._keys_left_out: dict[str, list[str]] = {}
         self._name_options = cache(self._compose_options)  # by overrides without values; many runs share them
-        self._record_by_name: dict[str, RunRecord] = {}  # of the runs that were finished when they were added
-        self._label_by_inputs: dict[Inputs, tuple[str, str]] = {}  # task and model of the runs
 
     def add_grids(self) -> None:
         """Add the runs of all grids.
@@ -99,8 +106,8 @@ class SweepRuns:
                 combinations.add(overrides)
                 grid_by_overrides.setdefault(self.leave_out_keys_without_effect(overrides), grid)
         self.add_runs(list(grid_by_overrides))
-        for trial in self.trial_by_name.values():
-            self.assign_grid(trial.name, grid_by_overrides[trial.overrides])
+        for run in self.planned.values():
+            self.assign_grid(run.entry, grid_by_overrides[run.trial.overrides])
         parts = [f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items()]
         arguments = self.request.arguments
         given_keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
@@ -151,55 +158,60 @@ class SweepRuns:
         """Add the runs with the given overrides, with a progress bar if there are many."""
         is_short = len(runs) < _MIN_RUNS_FOR_PROGRESS_BAR
         for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
-            self.add_run(overrides)
+            self._plan_run(overrides)
+        self._label_inputs()
 
-    def add_run(self, overrides: Overrides) -> Trial:
-        """Add the run with the given overrides and return its trial; a known run is not added twice.
+    def add_run(self, overrides: Overrides) -> PlannedRun:
+        """Add the run with the given overrides and return it; a known run is not added twice.
 
         If the run is finished, its result is taken over. If its data cannot be loaded, it is added as failed.
 
         Raises:
             UserError: if the overrides do not compose.
         """
+        run = self._plan_run(overrides)
+        self._label_inputs()
+        return run
+
+    def _plan_run(self, overrides: Overrides) -> PlannedRun:
         overrides = self.leave_out_keys_without_effect(overrides)
         config = self.compose_config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
             config = replace(config, logger=replace(config.logger, group=self.folder.name))
-        error_message, record = None, None
+        error_message, record, key = None, None, None
         try:
             # The processes of the run load the commit that the run is named after.
-            config = self.run_folders.resolve(config)
-            name = self.run_folders.find(config).name
+            config = self.key_maker.resolve(config)
+            key = self.key_maker.make(config)
+            name = name_run(config, key)
             record = read_finished_run(self.request.root / name, config)
         except UserError as error:
-            error_message, name = str(error), f"not-started-{len(self.entry_by_name) + 1}"
-        trial = self.trial_by_name.setdefault(name, Trial(overrides, config, name))
-        if name not in self.entry_by_name:
-            self.entry_by_name[name] = live_table.make_entry(trial)
-            self.state.entries.append(self.entry_by_name[name])
-            self._label_inputs(name)
-        entry = self.entry_by_name[name]
+            error_message = str(error)
+            name = f"not-started-{len(self.planned) + 1}" if key is None else name_run(config, key)
+        if name not in self.planned:
+            trial = Trial(overrides, config, name, key)
+            self.planned[name] = PlannedRun(trial, make_entry(trial))
+            self.state.entries.append(self.planned[name].entry)
+        run = self.planned[name]
         if record is not None:
-            entry.apply_record(record)
-            self._record_by_name[name] = record
+            run.entry.apply_record(record)
+            run.record = record
         if error_message is not None:
-            entry.status, entry.error = "failed", error_message
-        return trial
+            run.entry.status, run.entry.error = "failed", error_message
+        return run
 
-    def _label_inputs(self, name: str) -> None:
-        """Label task and model of a new run. If no other run has its data and model, label all runs again."""
-        names = [name]
-        if (inputs := _get_inputs(self.trial_by_name[name])) not in self._label_by_inputs:
-            self._label_by_inputs = label_inputs([*self._label_by_inputs, inputs])
-            names = list(self.entry_by_name)
-        for name in names:
-            entry = self.entry_by_name[name]
-            entry.task, entry.model = self._label_by_inputs[_get_inputs(self.trial_by_name[name])]
+    def _label_inputs(self) -> None:
+        """Label task and model of all runs, which depend on those of the others."""
+        inputs_by_name = {name: _get_inputs(run.trial) for name, run in self.planned.items()}
+        labels = label_inputs(inputs_by_name.values())
+        for name, inputs in inputs_by_name.items():
+            self.planned[name].entry.task, self.planned[name].entry.model = labels[inputs]
 
     def run_name(self, overrides: Overrides) -> str:
         """Return the name of the run with these overrides, or the overrides if its data cannot be loaded."""
         try:
-            return self.run_folders.find(self.compose_config(self.leave_out_keys_without_effect(overrides))).name
+            config = self.compose_config(self.leave_out_keys_without_effect(overrides))
+            return name_run(config, self.key_maker.make(config))
         except UserError:
             return " ".join(overrides)
 
@@ -231,12 +243,12 @@ class SweepRuns:
             override.input_line or "" for override in space.values() if not override.is_sweep_override()
         )
         config = self.compose_config(fixed_overrides)
-        self.run_folders.find(config)
+        self.key_maker.make(config)
         return config
 
-    def assign_grid(self, name: str, grid: str) -> None:
+    def assign_grid(self, entry: SweepEntry, grid: str) -> None:
         """Assign a run and all runs of its configuration to a grid, unless they belong to another one already."""
-        self.grid_by_configuration.setdefault(self.entry_by_name[name].configuration, grid)
+        self.grid_by_configuration.setdefault(entry.configuration, grid)
 
     def find_best_configurations(self) -> list[list[SweepEntry]]:
         """Return the finished runs, one for each seed, of the best configuration of each selection group."""
@@ -259,9 +271,25 @@ class SweepRuns:
 
     def read_record(self, entry: SweepEntry) -> RunRecord:
         """Return the record of an ended run, from memory if the run was finished when it was added."""
-        return self._record_by_name.get(entry.name) or read_result(self.request.root / entry.name)
+        return self.planned[entry.name].record or read_result(self.request.root / entry.name)
+
+
+def make_entry(trial: Trial) -> SweepEntry:
+    """Create the entry of a trial that has not started yet."""
+    key, method = trial.key, METHOD_NAMES.get(trial.config.reg.name, BASE_LABEL)
+    return SweepEntry(
+        trial.name,
+        list(trial.overrides),
+        task=trial.config.task.name,
+        model=shorten_model_name(trial.config.model.name),
+        method=method if key is None else key.label,
+        seed=trial.config.seed,
+        method_name=method if key is None else key.method_name,
+        configuration=trial.name if key is None else key.configuration,
+    )
 
 
 def _get_inputs(trial: Trial) -> Inputs:
-    task, model = trial.config.task, trial.config.model
-    return Inputs(task.name, task.data_dir, model.name, model.revision)
+    task, model, key = trial.config.task, trial.config.model, trial.key
+    hashes = (None, None) if key is None else (key.data, key.model)
+    return Inputs(task.name, task.data_dir, model.name, model.revision, *hashes)

@@ -3,29 +3,26 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from istar.drawing.pictures import render_files
-from istar.drawing.terminal import format_duration
 from istar.errors import LockedError, StoppedError, UserError
-from istar.files.folders import list_visible
 from istar.files.writing import is_locked, lock_folder
-from istar.finetune.config import Config, WandbConfig
+from istar.finetune.config import WandbConfig
 from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.sweeps import comparison, pool
 from istar.finetune.sweeps.comparison import ConfigurationsByTask
 from istar.finetune.sweeps.live_table import Board, SweepEntry
 from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns, list_runs
+from istar.finetune.sweeps.sweep_plan import make_plan, print_plan
 from istar.finetune.sweeps.trials import Overrides, Trial
-from istar.runs.identity import shorten_model_name
 from istar.runs.record import CONFIG, RESULT, RunRecord, read_result
 from istar.runs.run_rows import describe_smoke_runs, group_by_task
 
@@ -54,7 +51,9 @@ def run_sweep(request: SweepRequest, console: Console) -> int:
     """
     settings = request.settings
     runs = list_runs(request, console)
-    print_plan(runs)
+    plan = make_plan(runs)
+    print_plan(runs, plan)
+    runs.state.to_come, runs.state.expected = plan.num_repetitions, plan.seconds_per_run
     if settings.dry_run:
         return 1 if runs.state.entries_with("failed") else 0
     # Several commands may share a search and its folder.
@@ -87,7 +86,7 @@ class TrialQueue:
     def next_trial(self) -> Trial | None:
         """Return the next waiting trial that no other process executes or has finished, or None."""
         for entry in self.runs.state.entries_with("waiting"):
-            trial = self.runs.trial_by_name[entry.name]
+            trial = self.runs.planned[entry.name].trial
             if self._is_elsewhere(entry):
                 self.set_aside(trial)
             elif not self._report_if_finished(trial):
@@ -100,7 +99,7 @@ class TrialQueue:
 
     def set_aside(self, trial: Trial) -> None:
         """Record that another process executes a trial."""
-        self.board.set_status(self.runs.entry_by_name[trial.name], "elsewhere")
+        self.board.set_status(self.runs.planned[trial.name].entry, "elsewhere")
 
     def _is_elsewhere(self, entry: SweepEntry) -> bool:
         return is_locked(self.runs.request.root / entry.name)
@@ -119,18 +118,18 @@ class TrialQueue:
 
     def report_finished(self, batch: Iterable[Trial]) -> None:
         """Report the running trials that have finished, while a launcher still executes the others."""
-        for trial in (trial for trial in batch if self.runs.entry_by_name[trial.name].status == "running"):
+        for trial in (trial for trial in batch if self.runs.planned[trial.name].entry.status == "running"):
             with suppress(UserError):  # the launcher returns it
                 if (record := self._read_finished(trial)) is not None:
                     self.on_ended(trial, record)
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
         """Record that a trial has started; its output is in the file `log_path`."""
-        self.board.record_start(self.runs.entry_by_name[trial.name], log_path)
+        self.board.record_start(self.runs.planned[trial.name].entry, log_path)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Record the outcome of a trial; `status` is given if it does not follow from the outcome."""
-        self.board.record_end(self.runs.entry_by_name[trial.name], outcome, status)
+        self.board.record_end(self.runs.planned[trial.name].entry, outcome, status)
 
     def tick(self) -> None:
         """Update the board, and check every second whether runs that other processes execute have ended."""
@@ -166,8 +165,8 @@ class SearchQueue(TrialQueue):
 
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
         """Add a trial that Optuna suggests as waiting, or report its outcome if its run already has one."""
-        entry = self.runs.entry_by_name[self.runs.add_run(overrides).name]
-        self.runs.assign_grid(entry.name, self._study.grid_of_trial(trial_number))
+        entry = self.runs.add_run(overrides).entry
+        self.runs.assign_grid(entry, self._study.grid_of_trial(trial_number))
         if entry.status in ("waiting", "stopped"):
             entry.status = "waiting"
             self._trial_number_by_run[entry.name] = trial_number
@@ -223,9 +222,8 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
 def _add_ended_trials(runs: SweepRuns, study: "Study") -> None:
     """Add the runs of all trials that have ended, in any call; raises as `run_search` does."""
     for trial_number, overrides in study.ended_trials():
-        trial = runs.add_run(overrides)
-        entry = runs.entry_by_name[trial.name]
-        runs.assign_grid(entry.name, study.grid_of_trial(trial_number))
+        entry = runs.add_run(overrides).entry
+        runs.assign_grid(entry, study.grid_of_trial(trial_number))
         if entry.status == "waiting":
             if not (runs.request.root / entry.name / RESULT).exists():
                 raise UserError(
@@ -256,7 +254,7 @@ def run_queue(queue: TrialQueue) -> None:
             with queue.board.ticking(partial(queue.report_finished, batch)):
                 outcomes = request.launcher([_make_launcher_overrides(trial) for trial in batch])
             for trial, outcome in zip(batch, outcomes, strict=True):
-                if queue.runs.entry_by_name[trial.name].status == "finished":
+                if queue.runs.planned[trial.name].entry.status == "finished":
                     continue
                 if isinstance(outcome, LockedError):
                     queue.set_aside(trial)
@@ -275,41 +273,6 @@ def _make_launcher_overrides(trial: Trial) -> Overrides:
     # The commit of a hub model. Quotes, because a hash may look like a number.
     revision_overrides = (f"model.revision='{trial.config.model.revision}'",) if trial.config.model.revision else ()
     return (*trial.overrides, *logger_overrides, *address_overrides, *revision_overrides)
-
-
-def print_plan(runs: SweepRuns) -> None:
-    """Print the number of runs and their estimated duration; in a dry run also overrides and errors of each run."""
-    settings, state = runs.request.settings, runs.state
-    waiting_entries = state.entries_with("waiting")
-    planned_configs = [runs.trial_by_name[entry.name].config for entry in waiting_entries]
-    run_name_by_group = {runs.selection_group(entry): entry.name for entry in state.entries}
-    message_parts = [f"{state.name}: {len(state.entries)} runs, {len(waiting_entries)} of them to do"]
-    if settings.search == "optuna":
-        message_parts = [f"{state.name}: a search of {settings.trials} trials"]
-        planned_configs = [runs.compose_sample_config()] * settings.trials
-    if settings.seeds:
-        message_parts.append(
-            f"then {len(settings.seeds)} seeds of the best of each of {len(run_name_by_group) or 'the'} methods"
-        )
-        # The search has run the best configuration with its first seed already.
-        other_seeds = set(settings.seeds) - {entry.seed for entry in state.entries}
-        planned_configs += [runs.trial_by_name[name].config for name in run_name_by_group.values() for _ in other_seeds]
-        state.to_come = len(run_name_by_group) * len(other_seeds)
-    # Reading the records of all finished runs takes time, so it is skipped if nothing is planned.
-    if planned_configs:
-        configs_with_sizes = [(config, runs.run_folders.num_training_examples(config)) for config in planned_configs]
-        seconds, basis = estimate_duration(configs_with_sizes, read_finished_runs(runs.request.root))
-        if seconds is None:
-            message_parts.append(f"duration unknown: {basis}")
-        else:
-            state.expected = seconds / len(planned_configs)
-            duration_text = format_duration(seconds / settings.jobs)
-            message_parts.append(f"about {duration_text}, {settings.jobs} at a time ({basis})")
-    runs.console.out("; ".join(message_parts), highlight=False)
-    if settings.dry_run:
-        for entry in state.entries:
-            reason = f": {entry.error}" if entry.error else ""
-            runs.console.out(f"  {entry.status}: {' '.join(entry.overrides)}{reason}", highlight=False)
 
 
 def print_results(runs: SweepRuns) -> int:
@@ -349,45 +312,3 @@ def print_results(runs: SweepRuns) -> int:
     if unfinished_entries and not failed_entries:
         console.out(f"{len(unfinished_entries)} of {num_runs} runs are not done; run the same command to resume them")
     return 1 if failed_entries or unfinished_entries else 0
-
-
-def read_finished_runs(root: Path) -> list[RunRecord]:
-    """Read the records of the finished runs in a folder, without smoke runs; skip unreadable ones with a warning."""
-    records = []
-    for path in list_visible(root, f"*/{RESULT}"):
-        try:
-            records.append(read_result(path.parent))
-        except UserError as error:
-            log.warning("not read: %s", error)
-    finished = [record for record in records if record.status == "finished" and not record.is_smoke]
-    return [record for record in finished if record.timing.get("total")]
-
-
-def estimate_duration(planned: Sequence[tuple[Config, int]], finished: Iterable[RunRecord]) -> tuple[float | None, str]:
-    """Estimate the seconds that planned runs take one after another, and describe the basis of the estimate.
-
-    The planned runs are given as configs with their numbers of training examples. Each uses the median seconds per
-    training example and epoch of the finished runs with the same model, task and method; else with the same model and
-    task; else with the same model. Without any, the estimate is None.
-    """
-    # Seconds per training example and epoch of the finished runs, by model; by model and task; and by all three names.
-    rates_by_names: dict[tuple[str, ...], list[float]] = {}
-    for record in finished:
-        config = record.config
-        names = shorten_model_name(config["model"]["name"]), config["task"]["name"], config["reg"]["name"]
-        num_examples_in_epochs = record.data.get("train", 0) * config["trainer"]["max_epochs"]
-        for num_names in (1, 2, 3) if num_examples_in_epochs else ():
-            rates_by_names.setdefault(names[:num_names], []).append(record.timing["total"] / num_examples_in_epochs)
-    total_seconds, num_equal_names = 0.0, 3
-    for planned_config, num_examples in planned:
-        if planned_config.task.stream:
-            return None, "the length of a stream is unknown"
-        names = shorten_model_name(planned_config.model.name), planned_config.task.name, planned_config.reg.name
-        rates_key = next((names[:num_names] for num_names in (3, 2, 1) if names[:num_names] in rates_by_names), ())
-        if not rates_key:
-            return None, "no finished run of this model to estimate by"
-        # The least similar of the finished runs used determines the description.
-        num_equal_names = min(num_equal_names, len(rates_key))
-        total_seconds += median(rates_by_names[rates_key]) * num_examples * planned_config.trainer.max_epochs
-    similarity = ("model", "model and task", "model, task and method")[num_equal_names - 1]
-    return total_seconds, f"by finished runs of the same {similarity}"

@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from istar.errors import UserError
 from istar.finetune.config import Config
 from istar.finetune.config.schema import OPTIONS_BY_GROUP
+from istar.runs.key import RunKey
 
 _IGNORED_KEY_PREFIXES = ("run.", "logger")  # prefixes of keys that do not change the results of a run
 
@@ -31,6 +32,7 @@ class Trial:
     overrides: Overrides  # the overrides of the run, as on the command line
     config: Config  # the config that the overrides compose
     name: str  # the name of the run's folder
+    key: RunKey | None = None  # None if its data cannot be loaded
     optuna_trial: str | None = None  # address of the trial in an Optuna search, see `Study.trial_address`
 
 

@@ -15,7 +15,7 @@ from istar.files.parsing import MissingFileError, read_json
 from istar.files.writing import unescape_cell
 from istar.models.hub import is_hub_id
 from istar.models.saved_checkpoints import step_from_name
-from istar.runs.identity import shorten_model_name
+from istar.runs.labels import shorten_model_name
 from istar.texts.readers import iterate_csv
 
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]

@@ -13,7 +13,7 @@ from istar.geometry.collect.measures_file import FINAL_NORM, JACKKNIFE_MEASURES,
 from istar.measures.catalogue import MEASURES
 from istar.measures.jackknife import jackknife_error
 from istar.models.saved_checkpoints import ModelArgument, check_distinct_labels
-from istar.runs.identity import shorten_model_name
+from istar.runs.labels import shorten_model_name
 
 TEXTS = read_page_texts("istar.geometry.show")
 """Titles, captions and explanations of the pages; see `texts.toml`."""

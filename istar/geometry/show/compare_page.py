@@ -37,7 +37,7 @@ from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraini
 from istar.geometry.show.terminal_tables import HEADERS
 from istar.measures.catalogue import MEASURES
 from istar.models.saved_checkpoints import Checkpoint
-from istar.runs.identity import shorten_model_name
+from istar.runs.labels import shorten_model_name
 
 if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity

@@ -15,7 +15,7 @@ from istar.geometry.collect.measures_file import Measurements, interval_half_wid
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 from istar.models.saved_checkpoints import Checkpoint, ModelArgument
-from istar.runs.identity import shorten_model_name
+from istar.runs.labels import shorten_model_name
 from istar.runs.names import COMBINED
 
 ASSUMED_GROUPS = 10

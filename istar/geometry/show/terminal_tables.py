@@ -12,7 +12,7 @@ from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_tables import build_model_sheet, build_training_sheet
 from istar.models.saved_checkpoints import Checkpoint
-from istar.runs.identity import shorten_model_name
+from istar.runs.labels import shorten_model_name
 
 HEADERS = {
     "isoscore": "IsoScore",

@@ -26,9 +26,9 @@ from istar.finetune.config.optim_config import TorchOptimConfig
 from istar.finetune.config.penalties import PENALTIES, NoRegConfig
 from istar.finetune.config.schema import to_dict
 from istar.finetune.config.sweep_config import SweepConfig
-from istar.runs.identity import identity_hash
 from istar.runs.tasks import TASKS
 from tests.conftest import compose_fast, compose_in
+from tests.finished_runs import make_key
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 OPTIONS = sorted(
@@ -173,7 +173,7 @@ def test_arguments_of_lightning_trainer_are_keys(composed: Callable[..., Config]
     assert (values["trainer"]["benchmark"], values["trainer"]["max_time"]) == (True, "00:12:00:00")
     assert "lightning" not in values["trainer"]
     assert schema.load(OmegaConf.create(values)) == config
-    assert identity_hash(values, "data", "weights") != identity_hash(to_dict(composed()), "data", "weights")
+    assert make_key(config).hash != make_key(composed()).hash
 
 
 def test_the_length_of_a_run_is_known_without_lightning(composed: Callable[..., Config]) -> None:
@@ -614,7 +614,7 @@ def test_fourth_powers_in_bfloat16_are_refused(composed: Callable[..., Config], 
 
 def test_the_name_of_a_run_tells_products_in_bfloat16_from_others(composed: Callable[..., Config]) -> None:
     def run_hash(*overrides: str) -> str:
-        return identity_hash(to_dict(composed("task=rte", *overrides)), "data", "model")
+        return make_key(composed("task=rte", *overrides)).hash
 
     assert run_hash() == run_hash("reg.compute=float32")
     assert run_hash() != run_hash("reg.compute=bf16")

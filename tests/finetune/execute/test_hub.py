@@ -26,6 +26,7 @@ from istar.runs.tasks import TASKS
 from tests.conftest import SMALL
 from tests.finetune.execute.artifacts import Build
 from tests.finetune.execute.faults import warnings_in
+from tests.finished_runs import NO_KEY
 from tests.jobs import starting
 from tests.mock_hub import (
     MockHub,
@@ -66,7 +67,7 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
     model_repository, data_repository = hub.repositories["models/org/tiny"], hub.repositories["datasets/nyu-mll/glue"]
     first_commit = model_repository.branches["main"]
     first = run(small(*MODEL))
-    assert first.model_identity == f"org/tiny@{first_commit}"
+    assert first.key.model == f"org/tiny@{first_commit}"
     assert first.data_commit == data_repository.branches["main"]
     assert first.config["model"]["revision"] == first_commit
     assert all(f"/{first_commit}" in request for request in hub.requests if "/org/tiny/resolve/" in request)
@@ -96,7 +97,7 @@ def test_train_py_asks_the_hub_and_is_quiet_about_it(hub: MockHub, own_cache: Pa
     assert done.code == 0, done.stderr
     assert "HTTP Request" not in done.stdout + done.stderr
     record = read_result(only_run(tmp_path / "call" / "runs"))
-    assert record.model_identity == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
+    assert record.key.model == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
     assert record.data_commit == hub.repositories["datasets/nyu-mll/glue"].branches["main"]
 
 
@@ -112,7 +113,7 @@ def test_all_processes_of_a_run_load_one_commit(hub: MockHub, small: Build, monk
             return True
 
         def read_record(self, signals: Any) -> RunRecord:
-            return RunRecord("name", "finished", {})
+            return RunRecord("name", "finished", {}, NO_KEY)
 
     monkeypatch.setattr(launch, "RunProcesses", EndedProcesses)
     launch.launch(small(*MODEL, "trainer.devices=2"), 2)

@@ -42,7 +42,7 @@ def test_the_card_of_a_run_on_the_hubs_data(small: Build) -> None:
     }
     record = make_finished_record(
         "run", config, metrics=scores, data_commit="c" * 40, baseline={"accuracy": 0.35},
-        selection={"set": "held_out", "metric": "accuracy_held_out", "value": 0.8}, data={"fingerprint": "f" * 64},
+        selection={"set": "held_out", "metric": "accuracy_held_out", "value": 0.8},
     )  # fmt: skip
     card = ModelCard(make_model_card(record, find_task_spec(config.task), config.reg.build().citation))
     data = card.data
@@ -67,7 +67,7 @@ def test_the_card_names_no_local_folder(small: Build, tmp_path: Path) -> None:
         "task=rte", f"task.data_dir={tmp_path}", "model=auto", f"model.name={tmp_path}/encoder", "model.lora=true"
     )
     selection = {"set": "validation", "metric": "accuracy", "value": 0.5}
-    record = make_finished_record("run", config, selection=selection, data={"fingerprint": "f" * 64, "train": 2490})
+    record = make_finished_record("run", config, selection=selection, data={"train": 2490})
     card = ModelCard(make_model_card(record, TASKS["rte"], ""))
     assert str(tmp_path) not in str(card)
     assert (card.data.base_model, card.data.datasets, card.data.library_name) == (None, None, "peft")

@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from istar.finetune.config import ModelConfig
 from istar.finetune.execute import execute as execute_module
 from istar.finetune.execute import precision
 from istar.finetune.execute.finished_runs import read_finished_run
-from istar.finetune.execute.identify import RunFolders, identify, identify_model, run_folder_path
+from istar.finetune.execute.identify import KeyMaker, identify, identify_model
 from istar.finetune.execute.run import run
+from istar.runs.key import RunKey
 from istar.runs.record import RunRecord, read_result, write_result
 from tests.finetune.execute.artifacts import TINY, Build, everything_measured, folders_in, place, rows_of, rte
-from tests.finished_runs import make_finished_record
+from tests.finished_runs import make_finished_record, make_key
 
 
 def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,133 +166,37 @@ def test_the_place_of_the_data_does_not_count_but_its_content_does(small: Build,
     original, same_content = rte(tmp_path / "first"), rte(tmp_path / "copy")
     other_content = rte(tmp_path / "other", positive=lambda number: number % 2 == 1)
     names = [
-        RunFolders().find(small(*TINY, "task=rte", f"task.data_dir={data_dir}")).name
+        KeyMaker().make(small(*TINY, "task=rte", f"task.data_dir={data_dir}")).hash
         for data_dir in (original, same_content, other_content)
     ]
     assert names[0] == names[1] != names[2]
 
 
-def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
-    configs = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
-    names = {run_folder_path(config, "data", "model").name for config in configs}
-    assert len(names) == 1
-    assert run_folder_path(small("trainer.devices=2"), "data", "model").name not in names
+def test_a_local_copy_of_the_model_is_the_same_run(composed: Build) -> None:
+    here, there = (make_key(composed("task=rte", "model=auto", f"model.name=/{folder}")) for folder in "ab")
+    assert here == there
 
 
-@pytest.mark.parametrize(
-    ("settings", "are_the_same"),
-    [
-        ((), True),
-        (("reg=cosreg",), True),
-        (("reg.sync=false",), False),
-        (("task=clm", "task.stream=true", "trainer.max_steps=9"), False),
-    ],
-)
-def test_a_global_batch_is_the_same_run_however_it_is_divided(
-    composed: Build, settings: tuple[str, ...], are_the_same: bool
-) -> None:
-    divisions = [
-        ("data.batch_size=8",),
-        ("data.batch_size=4", "trainer.devices=2"),
-        ("data.batch_size=2", "trainer.devices=2", "trainer.num_nodes=2"),
-    ]
-    configs = [composed("task=rte", "reg=istar", *settings, *division) for division in divisions]
-    names = {run_folder_path(config, "data", "model").name for config in configs}
-    assert len(names) == (1 if are_the_same else len(divisions))
-    other = composed("task=rte", "reg=istar", *settings, "data.batch_size=4", "trainer.num_nodes=3")
-    assert run_folder_path(other, "data", "model").name not in names
-
-
-@pytest.mark.parametrize(
-    ("task", "other"),
-    [
-        ("rte", ["task.max_length=256"]),
-        ("rte", ["task.limit_train=100", "task.limit_validation=50"]),
-        ("rte", ["task.doc_stride=64", "task.n_best=5", "task.max_answer_length=9"]),
-        ("rte", ["trainer.inter_sim_patience=5"]),
-        ("rte", ["trainer.val_check_interval=1.0", "trainer.limit_train_batches=1.0", "trainer.max_time=null"]),
-        ("rte", ["trainer.val_check_interval=null", "trainer.limit_val_batches=null", "trainer.max_steps=null"]),
-        ("rte", ["trainer.gradient_clip_algorithm=norm", "trainer.detect_anomaly=false"]),
-        ("squad", ["task.max_length=384"]),
-        ("rte", ["model.vocab_size=500", "model.lora_r=3", "model.lora_dropout=0.5"]),
-        ("rte", ["model.load_in=float32", "model.lora=false", "model.attn_implementation=null"]),
-    ],
-)
-def test_values_without_an_effect_do_not_count(composed: Build, task: str, other: list[str]) -> None:
-    """The limits of the data have no effect on the name, because the fingerprint of the data stands for them."""
-    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
-    assert names[0] == names[1]
-
-
-@pytest.mark.parametrize(
-    ("task", "other"),
-    [
-        ("rte", ["task.max_length=128"]),
-        ("rte", ["trainer.stop_at_inter_sim=0.5", "trainer.inter_sim_patience=5"]),
-        # One batch rather than all of them.
-        ("rte", ["trainer.limit_train_batches=1"]),
-        ("rte", ["trainer.max_steps=5"]),
-        ("rte", ["trainer.inference_mode=null"]),
-        # Without checkpoints the result is that of the last epoch.
-        ("rte", ["trainer.checkpoints=false"]),
-        ("squad", ["task.doc_stride=64"]),
-        ("squad", ["task.n_best=5"]),
-        ("squad", ["task.max_answer_length=9"]),
-        ("rte", ["model.load_in=bf16"]),
-        ("rte", ["model.lora=true"]),
-        ("rte", ["model.attn_implementation=eager"]),
-    ],
-)
-def test_values_with_an_effect_count(composed: Build, task: str, other: list[str]) -> None:
-    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
-    assert names[0] != names[1]
+def test_a_key_is_read_as_it_was_written(composed: Build) -> None:
+    """JSON has no integers as keys."""
+    key = make_key(composed("model=small_encoder", "model.config={id2label:{0:a,10:b,9:c}}"))
+    assert RunKey(**json.loads(json.dumps(asdict(key)))) == key
 
 
 def test_new_models_are_named_by_their_values(composed: Build) -> None:
     override_lists = [[], ["model.config.hidden_size=64"], ["model.vocab_size=500"], ["model.architecture=albert"]]
     configs = [composed("task=rte", "model=small_encoder", *overrides) for overrides in override_lists]
-    assert len({run_folder_path(config, "data", identify_model(config.model)).name for config in configs}) == 4
+    assert len({make_key(config, model=identify_model(config.model)).hash for config in configs}) == 4
     # The name of a new model is a label.
     labelled_configs = [composed("task=rte", "model=small_encoder", f"model.name={name}") for name in ("a", "b")]
-    hashes = {
-        run_folder_path(config, "data", identify_model(config.model)).name.split("-")[-1] for config in labelled_configs
-    }
+    hashes = {make_key(config, model=identify_model(config.model)).hash for config in labelled_configs}
     assert len(hashes) == 1
-
-
-def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -> None:
-    names = [
-        run_folder_path(composed(f"reg.zeta={zeta}", f"reg.num_points={num_points}"), "data", "model").name
-        for zeta in (0, 0.2)
-        for num_points in (1000, 2000)
-    ]
-    assert names[0] == names[1]
-    assert names[2] != names[3]
 
 
 def test_processes_that_would_train_different_runs_are_refused(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute_module, "all_gather_object", lambda name: [name, "another-run"])
     with pytest.raises(UserError, match=r"about to train different runs \(another-run, demo-.*send the same command"):
         run(small())
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["reg.target=input_embeddings", "reg.points=content", "reg.max_norm_ratio=3", "reg.schedule=linear",
-     "reg.refresh_every_n_steps=10"],
-)  # fmt: skip
-def test_settings_of_a_penalty_give_another_name(composed: Build, override: str) -> None:
-    names = {run_folder_path(composed("task=rte", *overrides), "data", "model").name for overrides in ((), (override,))}
-    assert len(names) == 2
-
-
-def test_values_without_an_effect_on_embeddings_do_not_count(composed: Build) -> None:
-    overrides = ("task=rte", "reg.target=input_embeddings")
-    names = {
-        run_folder_path(composed(*overrides, *extra), "data", "model").name
-        for extra in ([], ["reg.zeta=0.8"], ["reg.layers=last"], ["reg.sync=false"], ["reg.refresh_every_n_steps=5"])
-    }
-    assert len(names) == 1
 
 
 def make_adapters(folder: Path, base: Path | str, **settings: Any) -> Path:
@@ -352,10 +258,10 @@ def test_a_sweep_hashes_the_weights_of_a_model_once(
         return original(file, name)
 
     monkeypatch.setattr(hashlib, "file_digest", record)
-    folders = RunFolders()
+    key_maker = KeyMaker()
     overrides = ["model.lora=true", "model.lora_r=4", "model.load_in=bf16", "model.compile=true", "seed=7"]
     small = ("task.limit_train=8", "task.limit_validation=8", f"model.name={base_folder}")
     changes = [(), *((override,) for override in overrides)]
-    paths = {folders.find(composed("task=demo", "model=auto", *small, *change)) for change in changes}
+    hashes = {key_maker.make(composed("task=demo", "model=auto", *small, *change)).hash for change in changes}
     assert hashed.count("model.safetensors") == 1
-    assert len(paths) > 4
+    assert len(hashes) > 4

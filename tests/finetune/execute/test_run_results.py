@@ -28,7 +28,7 @@ def test_what_a_run_leaves(cached_run: Callable[..., Any], task: str, reg: str) 
     config, record, folder = cached_run(f"task={task}", f"reg={reg}")
     spec = TASKS[task]
     assert folders_in(folder) == [
-        ".istar", "checkpoints", "config.yaml", "geometry.json", "isotropy.png", "metrics.csv", "model",
+        ".istar", "checkpoints", "config.yaml", "geometry.json", "isotropy.png", "key.json", "metrics.csv", "model",
         "predictions.jsonl", "result.json",
     ]  # fmt: skip
     assert record == read_result(folder)
@@ -51,8 +51,8 @@ def test_what_a_run_leaves(cached_run: Callable[..., Any], task: str, reg: str) 
     assert record.isotropy["before"] != record.isotropy["after"]
     assert record.data["train"] == 48
     assert record.data["validation"] == {"validation": 24}
-    assert len(record.data["fingerprint"]) >= 16
-    assert record.model_identity == "tiny@main"
+    assert len(record.key.data) >= 16
+    assert record.key.model == "tiny@main"
     assert record.timing["total"] >= record.timing["fit"] > 0
     assert len(record.timing["shrinkage"]) == (2 if reg == "istar" else 0)
 

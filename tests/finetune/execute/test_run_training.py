@@ -11,14 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.assemble import assemble
-from istar.finetune.execute.identify import RunFolders, identify
+from istar.finetune.execute.identify import KeyMaker, identify
 from istar.finetune.execute.prepare import prepare
 from istar.finetune.execute.run import run
 from istar.finetune.tasks import metrics
 from istar.finetune.tasks.loading import sample_examples
-from istar.runs.identity import label_method
 from istar.texts import demo
 from tests.finetune.execute.artifacts import (
     TINY,
@@ -29,6 +27,7 @@ from tests.finetune.execute.artifacts import (
     rows_of,
     rte,
 )
+from tests.finished_runs import make_key
 
 WITHOUT_GEOMETRY = ("run.geometry=false", "run.isotropy_zeta=null")
 
@@ -50,7 +49,7 @@ def test_the_placebos_are_weight_decay_and_dropout(small: Build) -> None:
         config = small(*overrides)
         module = assemble(prepare(identify(config)), None).module
         dropouts = {layer.p for layer in module.model.modules() if isinstance(layer, torch.nn.Dropout)}
-        return module.optim.weight_decay, dropouts, label_method(to_dict(config))
+        return module.optim.weight_decay, dropouts, make_key(config).label
 
     decay, dropouts, _ = build("reg=none", "optim.weight_decay=0.1")
     assert (decay, dropouts) == (0.1, {0.1})
@@ -158,9 +157,10 @@ def test_a_model_of_the_user(small: Build, cached_run: Callable[..., Any], tmp_p
     """A run starts from the model that another run has saved; with a changed weight it is another run."""
     model_folder = shutil.copytree(cached_run("task=demo", "reg=none")[2] / "model", tmp_path / "model")
     second_config = small("model=auto", f"model.name={model_folder}", "reg=cosreg", "run.geometry=false")
-    assert run(second_config).name == RunFolders().find(second_config).name
+    name = run(second_config).name
+    assert name.endswith(KeyMaker().make(second_config).hash)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder)
     with torch.no_grad():
         model.base_model.embeddings.word_embeddings.weight[10, 0] += 1
     model.save_pretrained(model_folder)
-    assert not RunFolders().find(second_config).exists()
+    assert not name.endswith(KeyMaker().make(second_config).hash)

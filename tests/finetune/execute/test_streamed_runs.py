@@ -140,7 +140,7 @@ def test_epochs_follow_until_the_last_step(undisturbed: Callable[..., Path]) -> 
     epochs = [(entry["epoch"], entry["step"]) for entry in record.epochs]
     assert len(epochs) == 2
     assert epochs[0][1] < epochs[1][1] == 11
-    assert record.data.keys() == {"fingerprint", "validation"}
+    assert record.data.keys() == {"validation"}
     assert record.baseline == {}
     assert record.metrics["loss"] < record.metrics_before["loss"]
 

@@ -20,21 +20,23 @@ from istar.finetune.sweeps.comparison import (
     build_comparison_table,
     format_comparison_as_markdown,
 )
-from istar.runs.identity import label_method
 from istar.runs.record import RunRecord
 from istar.runs.run_rows import Configuration, group_by_task
+from tests.finished_runs import make_plain_key
 
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
+    config = {
+        "task": {"name": "rte"},
+        "model": {"name": "google-bert/bert-base-cased"},
+        "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
+        "seed": 1,
+    }
     record = RunRecord(
         name="rte-bert-istar-0123456789ab",
         status="finished",
-        config={
-            "task": {"name": "rte"},
-            "model": {"name": "google-bert/bert-base-cased"},
-            "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
-            "seed": 1,
-        },
+        config=config,
+        key=make_plain_key(config),
         headline={"metric": "accuracy", "value": 0.70758, "epoch": 3},
         metrics={"accuracy": 0.70758, "f1": 0.6543, "loss": 0.61234},
         baseline={"accuracy": 0.5271, "f1": 0.0},
@@ -47,6 +49,11 @@ def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
         timing={"total": 61.7},
     )
     return replace(record, **changes)
+
+
+def with_settings(record: RunRecord, data: str = "data", **settings: Any) -> RunRecord:
+    config = {**record.config, **settings}
+    return replace(record, config=config, key=make_plain_key(config, data))
 
 
 def render_table(table: Any) -> str:
@@ -123,7 +130,7 @@ def test_negative_metrics() -> None:
     ],
 )
 def test_method(reg: dict[str, Any], name: str) -> None:
-    assert label_method(make_record(reg).config) == name
+    assert make_record(reg).key.label == name
 
 
 def test_summary() -> None:
@@ -152,14 +159,11 @@ def test_comparison() -> None:
     columns = [name for name in COMPARISON_COLUMNS[2:] if name != "seed"]
     assert [column.header for column in table.columns] == columns
     lines = [split_cells(line) for line in render_table(table).splitlines() if len(split_cells(line)) == len(columns)]
-    assert lines[-3:] == [
-        [row[2], *row[4:]] for row in (make_row(label_method(record.config), record) for record in records)
-    ]
+    assert lines[-3:] == [[row[2], *row[4:]] for row in (make_row(record.key.label, record) for record in records)]
 
 
 def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
-    other = make_record()
-    other.config["task"] = {"name": "stsb"}
+    other = with_settings(make_record(), task={"name": "stsb"})
     table = build_comparison_table(group_by_task([make_record(), other]))
     assert table.title == "bert-base-cased · seed 1"
     assert [column.header for column in table.columns] == ["task", "method", *COMPARISON_COLUMNS[4:]]
@@ -167,8 +171,7 @@ def test_comparison_keeps_the_columns_in_which_runs_differ() -> None:
 
 def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
     records = [make_seeded_record(seed, value) for seed, value in ((1, 0.70), (2, 0.73), (4, 0.71))]
-    other = make_seeded_record(1, 0.5)
-    other.config["optim"] = {"lr": 1.0}
+    other = with_settings(make_seeded_record(1, 0.5), optim={"lr": 1.0})
     table = build_comparison_table(group_by_task([records[0], other, *records[1:]]))
     assert table.title == "rte, accuracy · bert-base-cased"
     assert [column.header for column in table.columns] == list(COMPARISON_COLUMNS[2:])
@@ -183,7 +186,7 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
 
 def make_seeded_record(seed: int, value: float, **fields: Any) -> RunRecord:
     record = make_record(headline={"metric": "accuracy", "value": value, "epoch": 2}, **fields)
-    return replace(record, config={**record.config, "seed": seed})
+    return with_settings(record, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +201,7 @@ def test_markdown() -> None:
     lines = format_comparison_as_markdown(group_by_task(records)).splitlines()
     assert split_cells(lines[0]) == list(COMPARISON_COLUMNS)
     assert set(split_cells(lines[1])) == {"---"}
-    assert [split_cells(line) for line in lines[2:]] == [
-        make_row(label_method(record.config), record) for record in records
-    ]
+    assert [split_cells(line) for line in lines[2:]] == [make_row(record.key.label, record) for record in records]
     assert len({line.count("|") for line in lines}) == 1
 
 
@@ -224,10 +225,12 @@ METHODS = ["Base", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4", "CosReg λ=1"]
 
 def make_drawn_record(number: int, value: float | None = None, baseline: bool = True) -> RunRecord:
     layers = [str(layer) for layer in range(13)]
+    config = {"task": {"name": "rte"}, "model": {"name": "bert"}, "reg": REGS[number % 6], "seed": number // 6}
     return RunRecord(
         name=f"run{number}",
         status="finished",
-        config={"task": {"name": "rte"}, "model": {"name": "bert"}, "reg": REGS[number % 6], "seed": number // 6},
+        config=config,
+        key=make_plain_key(config),
         headline={"metric": "accuracy", "value": 0.6 + 0.05 * (number % 6) if value is None else value, "epoch": 1},
         baseline={"accuracy": 0.5} if baseline else {},
         isotropy={
@@ -305,26 +308,26 @@ def test_seeds_are_a_mean_with_a_standard_deviation() -> None:
 
 def test_options_are_told_apart_by_their_names() -> None:
     """Keys that only one of two optimizers has say nothing beyond the names of the optimizers."""
-    records = [make_drawn_record(0), make_drawn_record(0)]
     optimizers = ({"name": "adamw", "lr": 1e-5, "betas": [0.9, 0.999]}, {"name": "SGD", "lr": 1e-5, "nesterov": True})
-    for record, optimizer in zip(records, optimizers, strict=True):
-        record.config["optim"] = optimizer
-    [group] = group_by_task(records).values()
+    [group] = group_by_task([with_settings(make_drawn_record(0), optim=optimizer) for optimizer in optimizers]).values()
     assert [configuration.label for configuration in group] == ["Base optim=adamw", "Base optim=SGD"]
 
 
 def test_models_with_different_layers_are_compared() -> None:
     """A sweep over the number of layers used to end with a `KeyError`, after all of its runs."""
-    shallow, deep = make_drawn_record(0), make_drawn_record(1)
+
+    def with_layers(record: RunRecord, num_layers: int) -> RunRecord:
+        return with_settings(record, model={"name": "bert", "config": {"num_hidden_layers": num_layers}})
+
+    shallow, deep = with_layers(make_drawn_record(0), 2), with_layers(make_drawn_record(1), 4)
     for record, num_layers in ((shallow, 2), (deep, 4)):
-        record.config["model"] = {"name": "bert", "config": {"num_hidden_layers": num_layers}}
         for scores in (record.isotropy["before"], record.isotropy["after"]):
             for layer in range(num_layers + 1, 13):
                 del scores[str(layer)]
     _, isoscore_plot = build_comparison_plots(group_by_task([deep, shallow]))
     assert {line.label: len(line.x) for line in isoscore_plot.panels[0].lines} == {METHODS[1]: 5, METHODS[0]: 3}
     # A narrow terminal cuts nothing of the setting that tells two configurations apart.
-    other = replace(shallow, config={**shallow.config, "model": {"name": "bert", "config": {"num_hidden_layers": 3}}})
+    other = with_layers(shallow, 3)
     console = Console(width=60, file=io.StringIO(), record=True)
     console.print(build_comparison_table(group_by_task([shallow, other])))
     text = console.export_text()
@@ -341,9 +344,11 @@ def test_no_common_baseline_no_line(records: list[RunRecord]) -> None:
 
 
 def test_data_sets_of_one_task_are_told_apart() -> None:
-    records = [make_drawn_record(number) for number in (0, 1, 0, 1)]
-    for record, path in zip(records, ("easy.txt", "easy.txt", "hard.txt", "hard.txt"), strict=True):
-        record.config["task"] = {"name": "rte", "data_dir": path}
+    records = [
+        with_settings(make_drawn_record(number), data=path, task={"name": "rte", "data_dir": path})
+        for path in ("easy.txt", "hard.txt")
+        for number in (0, 1)
+    ]
     groups = group_by_task(records)
     assert [len(group) for group in groups.values()] == [2, 2]
     titles = ["rte (easy.txt)", "rte (hard.txt)"]
@@ -355,10 +360,10 @@ def test_data_sets_of_one_task_are_told_apart() -> None:
 
 def test_configurations_of_a_method_are_told_apart() -> None:
     """The labels of a grid over the learning rate name it; they used to be the method alone, the same for all."""
-    records = [make_drawn_record(number) for number in (0, 0, 1, 1, 2)]
-    for record, rate in zip(records, (1e-5, 3e-5, 1e-5, 3e-5, 1e-5), strict=True):
-        record.config["optim"] = {"lr": rate, "weight_decay": 0.01}
-        record.config["run"] = {"root": f"runs-{rate}"}  # does not identify a run
+    records = [
+        with_settings(make_drawn_record(number), optim={"lr": rate, "weight_decay": 0.01}, run={"root": f"runs-{rate}"})
+        for number, rate in ((0, 1e-5), (0, 3e-5), (1, 1e-5), (1, 3e-5), (2, 1e-5))
+    ]
     [group] = group_by_task(records).values()
     labels = ["Base lr=1e-05", "Base lr=3e-05", f"{METHODS[1]} lr=1e-05", f"{METHODS[1]} lr=3e-05", METHODS[2]]
     assert [configuration.label for configuration in group] == labels

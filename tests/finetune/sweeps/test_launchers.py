@@ -23,7 +23,7 @@ from istar.cli import train
 from istar.errors import UserError
 from istar.finetune.config import Config
 from istar.finetune.execute import extras
-from istar.finetune.execute.identify import RunFolders
+from istar.finetune.execute.identify import identify
 from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.training.pruning import open_storage
 from istar.runs.record import RunRecord, read_result
@@ -61,7 +61,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
         count_by_seed[config.seed] = count_by_seed.get(config.seed, 0) + 1
         if config.seed == 3 and count_by_seed[3] == 1:
             return UserError("it broke")
-        folder = Path(config.run.root) / RunFolders().find(config).name
+        folder = identify(config).folder
         write_run(folder, config)
         return read_result(folder)
 

@@ -27,8 +27,8 @@ from istar.finetune.sweeps.live_table import (
     render_sweep,
     update_progress,
 )
-from istar.finetune.sweeps.trials import Trial
 from istar.runs.record import PROGRESS, RunRecord
+from tests.finished_runs import NO_KEY
 
 NOW = 1_700_000_000.0
 
@@ -68,7 +68,7 @@ def make_state(*entries: SweepEntry, **values: Any) -> SweepState:
 def make_finished_record(config: Any, value: float, collapsed: bool = False) -> RunRecord:
     headline = {"metric": "accuracy", "value": value, "epoch": 2}
     return RunRecord(
-        "run1", "finished", to_dict(config), headline, collapsed={"validation": collapsed}, epochs=[{}, {}, {}]
+        "run1", "finished", to_dict(config), NO_KEY, headline, collapsed={"validation": collapsed}, epochs=[{}, {}, {}]
     )
 
 
@@ -157,16 +157,6 @@ def test_the_best_configuration_has_the_most_seeds_and_examples_as_in_the_report
     assert [entry.configuration for entry in live_table.find_best_configuration(entries)] == ["best"] * 2
 
 
-def test_runs_of_a_configuration_differ_in_the_seed_only(composed: Any) -> None:
-    overrides = [("seed=1",), ("seed=2",), ("seed=1", "reg.lambda=2"), ("reg.lambda=0",), ("reg=none", "seed=2")]
-    first, second, other, zero, none = (
-        live_table.make_entry(Trial(chosen, composed("task=rte", *chosen), "run")).configuration for chosen in overrides
-    )
-    assert first == second
-    assert zero == none
-    assert len({first, other, none}) == 3
-
-
 def test_lines() -> None:
     finished_entry = make_entry(
         1, status="finished", metric="accuracy", value=0.625, started=10, ended=70, collapsed=True
@@ -200,7 +190,7 @@ def test_lines_name_the_settings_in_which_runs_of_one_label_differ() -> None:
 
 def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
     config = composed("task=rte")
-    entry = live_table.make_entry(Trial(("task=rte",), config, "run1"))
+    entry = make_entry()
     sweep_state = make_state(entry, root=str(tmp_path))
     console = Console(file=io.StringIO())
     with Board(tmp_path / "s", sweep_state, console) as live_board:
@@ -216,15 +206,15 @@ def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
     assert read_state(tmp_path / "s" / STATE_FILE).is_over
 
 
-def test_on_a_terminal_the_table_lives(composed: Any, tmp_path: Path) -> None:
-    entry = live_table.make_entry(Trial(("task=rte",), composed("task=rte"), "run1"))
+def test_on_a_terminal_the_table_lives(tmp_path: Path) -> None:
+    entry = make_entry()
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
     with Board(tmp_path / "s", make_state(entry, root=str(tmp_path)), console) as live_board:
         live_board.record_start(entry, None)
         live_board.tick()
         live_board.record_end(entry, UserError("it broke"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "seed 42: starting" in text
+    assert "seed 1: starting" in text
     assert "1 failed" in text
     assert "[1/1]" not in text
 

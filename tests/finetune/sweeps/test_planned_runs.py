@@ -1,4 +1,5 @@
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ SMALL = TINY[1:]
 
 
 def list_names(sweep: SweepRuns) -> list[str]:
-    return list(with_all_runs(sweep).trial_by_name)
+    return list(with_all_runs(sweep).planned)
 
 
 def test_the_runs_of_a_grid(make_runs: MakeRuns) -> None:
@@ -77,8 +78,8 @@ def test_keys_that_an_option_lacks_have_no_effect_on_its_runs(
     assert printed.startswith(note)
     assert printed.count("\n") == bool(note)
     # A launcher composes the configs of the runs from their overrides.
-    for trial in sweep.trial_by_name.values():
-        assert to_dict(sweep.compose_config(trial.overrides).reg) == to_dict(trial.config.reg)
+    for run in sweep.planned.values():
+        assert to_dict(sweep.compose_config(run.trial.overrides).reg) == to_dict(run.trial.config.reg)
 
 
 def test_a_key_that_no_option_has_is_refused(make_runs: MakeRuns) -> None:
@@ -99,7 +100,7 @@ def test_a_deleted_key_is_refused(make_runs: MakeRuns, key: str) -> None:
 def test_a_search_has_one_trial_for_the_combinations_that_are_the_same_run(make_runs: MakeRuns) -> None:
     sweep = make_runs("reg=none,istar", "reg.lambda=interval(-1,1)", "sweep.search=optuna", *SMALL)
     names = [sweep.run_name(("reg=none", f"reg.lambda={value}", *SMALL)) for value in (-0.5, 0.5)]
-    assert names == [sweep.add_run(("reg=none", *SMALL)).name] * 2
+    assert names == [sweep.add_run(("reg=none", *SMALL)).trial.name] * 2
     assert sweep.run_name(("reg=istar", "reg.lambda=0.5", *SMALL)) not in names
 
 
@@ -123,6 +124,33 @@ def test_each_data_set_and_each_model_is_repeated(make_runs: MakeRuns, tmp_path:
 
 def test_a_value_that_follows_the_seed(make_runs: MakeRuns) -> None:
     arguments = ("reg=random_direction", "reg.lambda=1", "reg.seed=${seed}", "seed=1", *SMALL)
-    [trial] = with_all_runs(make_runs(*arguments)).trial_by_name.values()
-    repeated = make_runs(*arguments).run_name(replace_seed(trial.overrides, 2))
+    [run] = with_all_runs(make_runs(*arguments)).planned.values()
+    repeated = make_runs(*arguments).run_name(replace_seed(run.trial.overrides, 2))
     assert [repeated] == list_names(make_runs(*arguments[:2], "reg.seed=2", "seed=2", *SMALL))
+
+
+def test_runs_with_other_tokenizers_are_no_repetitions(make_runs: MakeRuns, tmp_path: Path) -> None:
+    """The live table used to show the mean over two tokenizers, and only the first of them was repeated."""
+    tokenizers = [tmp_path / name for name in ("first", "second")]
+    for path in tokenizers:
+        path.mkdir()
+        (path / "tokenizer.json").write_text(json.dumps(path.name))
+    arguments = ("model=small_encoder", f"model.tokenizer={','.join(map(str, tokenizers))}", "seed=1,2", *SMALL)
+    sweep = with_all_runs(make_runs(*arguments, "sweep.seeds=[1,2,3]"))
+    for run in sweep.planned.values():
+        run.entry.status, run.entry.value = "finished", 0.5
+        run.entry.selection_merit = 0.5 + (run.trial.config.model.tokenizer == str(tokenizers[1]))
+    [best] = sweep.find_best_configurations()
+    assert [entry.seed for entry in best] == [1, 2]
+    assert all(f"model.tokenizer={tokenizers[1]}" in entry.overrides for entry in best)
+    repeated = sweep.list_repetitions_of_best()
+    assert len(repeated) == 3
+    assert all(f"model.tokenizer={tokenizers[1]}" in overrides for overrides in repeated)
+
+
+def test_a_run_whose_data_cannot_be_loaded_repeats_no_other(make_runs: MakeRuns, tmp_path: Path) -> None:
+    arguments = ("task=rte", f"task.data_dir={tmp_path / 'nowhere'}", "seed=1,2", "reg.lambda=0,1", *SMALL)
+    entries = with_all_runs(make_runs(*arguments)).state.entries
+    assert {entry.status for entry in entries} == {"failed"}
+    assert len({entry.configuration for entry in entries}) == len(entries) == 4
+    assert [entry.method for entry in entries] == ["I-STAR"] * 4

@@ -14,6 +14,7 @@ from istar.finetune.sweeps import pool
 from istar.finetune.sweeps.pool import make_slot_environment, run_trials
 from istar.finetune.sweeps.trials import Trial
 from istar.runs.record import RunRecord
+from tests.finished_runs import NO_KEY
 
 
 class Run:
@@ -47,7 +48,7 @@ class Run:
             raise LockedError("another process has it")
         if self.name.startswith("bad"):
             raise UserError("it broke")
-        return RunRecord(self.name, "finished", {})
+        return RunRecord(self.name, "finished", {}, NO_KEY)
 
 
 class Source:

@@ -17,13 +17,14 @@ from istar.files.writing import lock_folder, write_text
 from istar.finetune.config import Config
 from istar.finetune.execute.launch import UNEXPECTED_ERROR
 from istar.finetune.sweeps import comparison, pool, sweep
-from istar.finetune.sweeps.live_table import Board, read_state
+from istar.finetune.sweeps.live_table import Board, SweepEntry, read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.study import Study
-from istar.finetune.sweeps.sweep import TrialQueue, estimate_duration, read_finished_runs, run_queue
+from istar.finetune.sweeps.sweep import TrialQueue, run_queue
+from istar.finetune.sweeps.trials import Trial
 from istar.runs.record import CONFIG, GEOMETRY, RunRecord, read_result, write_result
 from tests.finetune.sweeps.conftest import TINY, with_all_runs, with_grids
-from tests.finished_runs import make_finished_record
+from tests.finished_runs import NO_KEY, make_finished_record
 from tests.waiting import until
 
 GRID = ("seed=1,2,3", *TINY)
@@ -104,9 +105,13 @@ def execute(runs: SweepRuns, on_wait: Callable[[], None] = lambda: None) -> dict
     return {entry.seed: entry.status for entry in runs.state.entries}
 
 
+def list_trials(runs: SweepRuns) -> list[tuple[Trial, SweepEntry]]:
+    return [(run.trial, run.entry) for run in runs.planned.values()]
+
+
 def lock(runs: SweepRuns, seed: int, locks: ExitStack) -> tuple[Path, Config]:
     """Lock the folder of the run with this seed; returns the folder and the config."""
-    [trial] = [trial for trial in runs.trial_by_name.values() if trial.config.seed == seed]
+    [trial] = [run.trial for run in runs.planned.values() if run.trial.config.seed == seed]
     folder = runs.request.root / trial.name
     locks.enter_context(lock_folder(folder))
     return folder, trial.config
@@ -128,12 +133,12 @@ def test_a_run_of_another_process_is_waited_for(
 
     assert execute(sweep_runs, end_elsewhere) == {1: "finished", 2: "finished", 3: "finished"}
     assert Run.seeds == ([2, 3] if is_finished else [2, 3, 1])
-    assert sweep_runs.entry_by_name[folder.name].value == 0.1
+    assert sweep_runs.planned[folder.name].entry.value == 0.1
 
 
 def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(make_runs: Callable[..., SweepRuns]) -> None:
     sweep_runs = with_all_runs(make_runs(*GRID))
-    [trial] = [trial for trial in sweep_runs.trial_by_name.values() if trial.config.seed == 2]
+    [trial] = [run.trial for run in sweep_runs.planned.values() if run.trial.config.seed == 2]
     folder = sweep_runs.request.root / trial.name
     write_run(folder, trial.config)
     assert execute(sweep_runs) == {1: "finished", 2: "finished", 3: "finished"}
@@ -162,14 +167,14 @@ def test_the_seeds_follow_when_all_is_settled(
     request = make_runs("optim.lr=1e-3,1e-4", "seed=1", *TINY).request
     request = replace(request, settings=replace(request.settings, seeds=[1, 2]))
     other_sweep_runs = with_all_runs(make_runs("optim.lr=1e-4", "seed=1", *TINY))
-    [(name, trial)] = other_sweep_runs.trial_by_name.items()
-    folder = request.root / name
+    [(trial, _)] = list_trials(other_sweep_runs)
+    folder = request.root / trial.name
     locks.enter_context(lock_folder(folder))
 
     class Finishing(TrialQueue):
         def tick(self) -> None:
             if self.runs.state.entries_with("elsewhere") and self.runs.state.entries_with("finished"):
-                write_result(make_finished_record(name, trial.config, value=0.9), folder)
+                write_result(make_finished_record(trial.name, trial.config, value=0.9), folder)
                 (folder / "model").mkdir()
                 (folder / GEOMETRY).write_text("{}")
                 locks.close()
@@ -217,9 +222,8 @@ def test_a_launcher_that_finds_a_lock(make_runs: Callable[..., SweepRuns]) -> No
         seeds = [next(text for text in overrides if text.startswith("seed=")) for overrides in jobs]
         launched.append(seeds)
         errors = {"seed=2": LockedError("another process has it"), "seed=3": UserError("it broke")}
-        return [
-            errors[seed] if seed in errors and len(launched) == 1 else RunRecord("r", "finished", {}) for seed in seeds
-        ]
+        record = RunRecord("r", "finished", {}, NO_KEY)
+        return [errors[seed] if seed in errors and len(launched) == 1 else record for seed in seeds]
 
     sweep_runs = with_all_runs(make_runs(*GRID))
     sweep_runs.request = replace(sweep_runs.request, launcher=launch)
@@ -230,11 +234,11 @@ def test_a_launcher_that_finds_a_lock(make_runs: Callable[..., SweepRuns]) -> No
 def test_a_result_arrives_while_the_launcher_waits_for_others(make_runs: Callable[..., SweepRuns]) -> None:
     """It is kept if the launcher fails as a whole."""
     sweep_runs = with_all_runs(make_runs("seed=1,2", *TINY))
-    first, second = sweep_runs.trial_by_name.values()
+    (first, first_entry), (second, _) = list_trials(sweep_runs)
 
     def launch(jobs: Any) -> list[RunRecord | UserError]:
         write_run(sweep_runs.request.root / first.name, first.config)
-        until(lambda: sweep_runs.entry_by_name[first.name].status == "finished")
+        until(lambda: first_entry.status == "finished")
         raise UserError("a worker has died")
 
     sweep_runs.request = replace(sweep_runs.request, launcher=launch)
@@ -256,7 +260,7 @@ def test_a_search_takes_over_the_trials_of_another_call(
     other = Study(other_runs.request.settings, other_runs.space_by_grid, other_runs.folder, other_runs.run_name)
     suggestion = other.ask()
     assert suggestion is not None
-    trial = other_runs.add_run(suggestion[1])
+    trial = other_runs.add_run(suggestion[1]).trial
 
     class Waiting(sweep.SearchQueue):
         def tick(self) -> None:
@@ -364,11 +368,11 @@ def test_a_search_waits_for_a_run_of_another_process(
 def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]) -> None:
     """The metric on the validation set is only reported."""
     sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "sweep.seeds=[7]", *TINY))
-    for trial in sweep_runs.trial_by_name.values():
+    for trial, entry in list_trials(sweep_runs):
         is_better = trial.config.optim.lr == 1e-3
         held_out = {"set": "held_out", "metric": "accuracy_held_out", "value": 0.9 if is_better else 0.1}
         record = make_finished_record(trial.name, trial.config, 0.1 if is_better else 0.9, selection=held_out)
-        sweep_runs.entry_by_name[trial.name].apply_record(record)
+        entry.apply_record(record)
     [overrides] = sweep_runs.list_repetitions_of_best()
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
@@ -376,9 +380,9 @@ def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]
 def test_the_best_mean_is_repeated_and_not_the_best_run(make_runs: Callable[..., SweepRuns]) -> None:
     sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "seed=1,2", "sweep.seeds=[7]", *TINY))
     values = {(1e-4, 1): 0.9, (1e-4, 2): 0.1, (1e-3, 1): 0.6, (1e-3, 2): 0.7}
-    for trial in sweep_runs.trial_by_name.values():
+    for trial, entry in list_trials(sweep_runs):
         value = values[trial.config.optim.lr, trial.config.seed]
-        sweep_runs.entry_by_name[trial.name].apply_record(make_finished_record(trial.name, trial.config, value))
+        entry.apply_record(make_finished_record(trial.name, trial.config, value))
     [overrides] = sweep_runs.list_repetitions_of_best()
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
@@ -387,12 +391,12 @@ def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) 
     """Two weights of the same penalty are two methods if they stand in grids of their own."""
     grids = {"up": {"reg": "istar", "reg.lambda": 1}, "down": {"reg": "istar", "reg.lambda": -1}}
     sweep_runs = with_all_runs(with_grids(make_runs("optim.lr=1e-4,1e-3", *TINY), grids, seeds=[7, 8]))
-    for trial in sweep_runs.trial_by_name.values():
+    for trial, entry in list_trials(sweep_runs):
         is_up = trial.config.reg.weight > 0  # type: ignore[attr-defined]
         is_better = (trial.config.optim.lr == 1e-3) == is_up
         record = make_finished_record(trial.name, trial.config, 0.1 + 0.5 * is_better + 0.2 * is_up)
         write_result(record, sweep_runs.request.root / trial.name)
-        sweep_runs.entry_by_name[trial.name].apply_record(record)
+        entry.apply_record(record)
     repetitions = [set(overrides) for overrides in sweep_runs.list_repetitions_of_best()]
     assert len(repetitions) == 4
     for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
@@ -431,52 +435,3 @@ def test_a_launcher_cannot_choose_the_precision(make_runs: Callable[..., SweepRu
     sweep_runs.request = replace(sweep_runs.request, launcher=lambda jobs: [])
     with pytest.raises(UserError, match=r"^trainer\.precision=auto: .*name the precision"):
         with_all_runs(sweep_runs)
-
-
-# ---- estimates of the duration from finished runs
-
-
-def make_timed_record(config: Any, seconds: float, examples: int = 100, status: str = "finished") -> RunRecord:
-    record = make_finished_record("r", config, data={"train": examples}, timing={"total": seconds})
-    return replace(record, status=status)
-
-
-def test_the_most_alike_count(composed: Any) -> None:
-    rte = composed("task=rte", "trainer.max_epochs=2")
-    mrpc, cola = (replace(rte, task=replace(rte.task, name=name)) for name in ("mrpc", "cola"))
-    base = composed("task=rte", "reg=none", "trainer.max_epochs=4")
-    finished_runs = [
-        make_timed_record(rte, 20),
-        make_timed_record(rte, 40),
-        make_timed_record(rte, 1000),
-        make_timed_record(base, 8),
-        make_timed_record(mrpc, 999999),
-    ]
-    # The median of RTE is 40 s for 2 x 100: 0.2 s per example and epoch. Without a penalty it is 8 s for 4 x 100.
-    assert estimate_duration([(rte, 50), (base, 200)], finished_runs)[0] == pytest.approx(0.2 * 2 * 50 + 0.02 * 4 * 200)
-    assert estimate_duration([(rte, 50)], finished_runs)[1] == "by finished runs of the same model, task and method"
-    # There is no run with CosReg, so the estimate uses the runs of the task with other methods.
-    cosreg = composed("task=rte", "reg=cosreg", "trainer.max_epochs=1")
-    rates = sorted([0.1, 0.2, 5.0, 0.02])
-    cosreg_estimate = estimate_duration([(cosreg, 10)], finished_runs)
-    assert cosreg_estimate[0] == pytest.approx(10 * (rates[1] + rates[2]) / 2)
-    assert cosreg_estimate[1] == "by finished runs of the same model and task"
-    cola_estimate = estimate_duration([(cola, 10)], finished_runs)
-    assert cola_estimate[1] == "by finished runs of the same model"
-
-
-def test_nothing_known(composed: Any) -> None:
-    rte = composed("task=rte")
-    albert = replace(rte, model=replace(rte.model, name="albert"))
-    assert estimate_duration([(rte, 10)], [])[0] is None
-    assert estimate_duration([(rte, 10)], [make_timed_record(albert, 5)])[0] is None
-    assert estimate_duration([], [])[0] == 0
-
-
-def test_only_finished_runs_are_known(composed: Any, tmp_path: Path) -> None:
-    config = composed("task=rte")
-    for name, status, seconds in (("a", "finished", 3.0), ("b", "failed", 3.0), ("c", "pruned", 3.0)):
-        write_result(make_timed_record(config, seconds, status=status), tmp_path / name)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "result.json").write_text("{")
-    assert [record.status for record in read_finished_runs(tmp_path)] == ["finished"]

@@ -15,6 +15,7 @@ from istar.finetune.sweeps.study import Study, list_parameters
 from istar.finetune.sweeps.trials import make_search_spaces
 from istar.finetune.training.pruning import TrialReference
 from istar.runs.record import RunRecord
+from tests.finished_runs import NO_KEY
 
 ARGUMENTS = ["reg=istar", "reg.lambda=interval(-5,5)", "optim.lr=tag(log,interval(1e-5,1e-3))", "reg.zeta=0.2,0.4",
              "data.batch_size=int(interval(8,32))"]  # fmt: skip
@@ -44,7 +45,7 @@ def open_study(
 
 
 def make_record(value: float, status: str = "finished", metric: str = "accuracy") -> RunRecord:
-    return RunRecord("r", status, {}, {"metric": metric, "value": value, "epoch": 1})
+    return RunRecord("r", status, {}, NO_KEY, {"metric": metric, "value": value, "epoch": 1})
 
 
 def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:

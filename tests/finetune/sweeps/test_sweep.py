@@ -18,7 +18,8 @@ from istar.files.writing import lock_folder
 from istar.finetune.config import schema
 from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
-from istar.finetune.sweeps.sweep import print_results, read_finished_runs, run_sweep
+from istar.finetune.sweeps.sweep import print_results, run_sweep
+from istar.finetune.sweeps.sweep_plan import read_finished_runs
 from istar.runs.record import GEOMETRY, RESULT, RunRecord, read_result, write_result
 from tests.finetune.sweeps.conftest import TINY, with_all_runs
 from tests.finished_runs import make_finished_record
@@ -136,7 +137,7 @@ def test_failures_are_told(tmp_path: Path, start: Start) -> None:
 @pytest.mark.slow
 def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, make_runs: Callable[..., SweepRuns]) -> None:
     """The sweep does not start a run while its folder is locked, and does not report it as failed."""
-    first, second = with_all_runs(make_runs("seed=1,2", *TINY)).trial_by_name
+    first, second = with_all_runs(make_runs("seed=1,2", *TINY)).planned
     with lock_folder(tmp_path / "runs" / first):
         job = start(tmp_path, "-m", "seed=1,2", *TINY)
         job.until(
@@ -154,16 +155,16 @@ def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns])
     own_group = make_runs("seed=1,2", "logger=wandb", "logger.group=mine", *TINY)
     for sweep_runs in (ungrouped, grouped, own_group):
         with_all_runs(sweep_runs)
-    assert {trial.config.logger.group for trial in grouped.trial_by_name.values()} == {grouped.folder.name}
-    assert {trial.config.logger.group for trial in own_group.trial_by_name.values()} == {"mine"}
+    assert {run.trial.config.logger.group for run in grouped.planned.values()} == {grouped.folder.name}
+    assert {run.trial.config.logger.group for run in own_group.planned.values()} == {"mine"}
     # The logger changes neither the names of the runs nor the folder of the sweep.
-    assert ungrouped.trial_by_name.keys() == grouped.trial_by_name.keys() == own_group.trial_by_name.keys()
+    assert ungrouped.planned.keys() == grouped.planned.keys() == own_group.planned.keys()
     assert ungrouped.folder == grouped.folder
 
 
 def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
-    [(name, trial)] = with_all_runs(make_runs("seed=1", *TINY)).trial_by_name.items()
-    write_result(make_finished_record(name, trial.config), tmp_path / "runs" / name)
+    [(name, run)] = with_all_runs(make_runs("seed=1", *TINY)).planned.items()
+    write_result(make_finished_record(name, run.trial.config), tmp_path / "runs" / name)
     # Every finished run has these files.
     (tmp_path / "runs" / name / "model").mkdir()
     (tmp_path / "runs" / name / GEOMETRY).write_text("{}")
@@ -175,14 +176,14 @@ def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., Swee
     sweep_runs = with_all_runs(make_runs("seed=1", *TINY))
     (tmp_path / "runs" / name / RESULT).unlink()
     # The record of a finished run is read only once.
-    assert sweep_runs.read_record(sweep_runs.entry_by_name[name]).status == "finished"
+    assert sweep_runs.read_record(sweep_runs.planned[name].entry).status == "finished"
 
 
 def test_a_damaged_result_names_the_folder_to_delete(
     make_runs: Callable[..., SweepRuns], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`run.overwrite=true` would run the whole sweep again. Neither it nor missing data are mended by a new call."""
-    names = list(with_all_runs(make_runs("seed=1,2", *TINY)).trial_by_name)
+    names = list(with_all_runs(make_runs("seed=1,2", *TINY)).planned)
     folder = tmp_path / "runs" / names[0]
     folder.mkdir(parents=True)
     (folder / RESULT).write_text("{")
@@ -209,8 +210,8 @@ def test_a_dry_run_gives_the_reasons_for_which_runs_cannot_be_started(
 
 
 def test_a_smoke_run_stands_for_no_real_run(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
-    [(name, trial)] = with_all_runs(make_runs("seed=1", *TINY)).trial_by_name.items()
-    smoke_config = replace(trial.config, run=replace(trial.config.run, smoke=True))
+    [(name, run)] = with_all_runs(make_runs("seed=1", *TINY)).planned.items()
+    smoke_config = replace(run.trial.config, run=replace(run.trial.config.run, smoke=True))
     write_result(make_finished_record(name, smoke_config), tmp_path / "runs" / name)
     [entry] = with_all_runs(make_runs("seed=1", *TINY)).state.entries
     assert entry.status == "failed"
@@ -224,9 +225,9 @@ def test_a_sweep_does_not_compare_smoke_runs(
     make_runs: Callable[..., SweepRuns], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep_runs = make_runs("seed=1,2", "run.smoke=true", "run.save_model=false", "run.geometry=false", *TINY)
-    for name, trial in with_all_runs(sweep_runs).trial_by_name.items():
-        write_result(make_finished_record(name, trial.config), tmp_path / "runs" / name)
-        sweep_runs.entry_by_name[name].status = "finished"
+    for name, run in with_all_runs(sweep_runs).planned.items():
+        write_result(make_finished_record(name, run.trial.config), tmp_path / "runs" / name)
+        run.entry.status = "finished"
     sweep_runs.console = Console()
     assert print_results(sweep_runs) == 0
     assert capsys.readouterr().out.startswith("2 smoke runs are not counted")
