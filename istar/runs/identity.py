@@ -45,8 +45,8 @@ BASE_LABEL = METHOD_NAMES[BASE]
 def identity_hash(config: Mapping[str, Any], data: str, model: str) -> str:
     """Return the hash that identifies a run: twelve hexadecimal digits.
 
-    Runs with equal settings, data and weights have equal hashes. Settings marked `NOT_IN_IDENTITY` in
-    `istar.finetune.config.groups` (paths, logging, hardware) are ignored. `data` is the fingerprint of the training and
+    Runs with equal settings, data and weights have equal hashes. Settings marked `NEVER_MATTERS` in
+    `istar.finetune.config` (paths, logging, hardware) are ignored. `data` is the fingerprint of the training and
     validation examples; `model` is the hub id and revision, or the fingerprint of a local folder.
     """
     # Imported here because istar.finetune.config imports OmegaConf, which `istar train --help` does not need.
@@ -204,7 +204,7 @@ def _shorten_paths(names: Sequence[str], paths: Sequence[PurePath], hashes: Sequ
 
 
 def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config without the fields marked `NOT_IN_IDENTITY` in its dataclass."""
+    """Return the entries of a config without the fields marked `NEVER_MATTERS` in its dataclass."""
     excluded_names, class_by_name = _list_identity_fields(config_class)
     return {
         key: _select_identity_values(class_by_name[key], value) if key in class_by_name else value
@@ -215,6 +215,8 @@ def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dic
 
 @functools.cache
 def _list_identity_fields(config_class: Any) -> tuple[set[str], dict[str, Any]]:
-    """Return the names of the fields marked `NOT_IN_IDENTITY`, and the fields that are config groups, with classes."""
-    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
+    """Return the names of the fields marked `NEVER_MATTERS`, and the fields that are config groups, with classes."""
+    from istar.finetune.config.fields import never_matters
+
+    excluded_names = {f.name for f in fields(config_class) if never_matters(f)}
     return excluded_names, {f.name: f.type for f in fields(config_class) if is_dataclass(f.type)}
