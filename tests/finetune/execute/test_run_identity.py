@@ -170,82 +170,6 @@ def test_the_place_of_the_data_does_not_count_but_its_content_does(small: Build,
     assert names[0] == names[1] != names[2]
 
 
-def test_devices_count_for_the_name_by_their_number(small: Build) -> None:
-    configs = [small(f"trainer.devices={devices}") for devices in ("1", "auto", "'1'")]
-    names = {run_folder_path(config, "data", "model").name for config in configs}
-    assert len(names) == 1
-    assert run_folder_path(small("trainer.devices=2"), "data", "model").name not in names
-
-
-@pytest.mark.parametrize(
-    ("settings", "are_the_same"),
-    [
-        ((), True),
-        (("reg=cosreg",), True),
-        (("reg.sync=false",), False),
-        (("task=clm", "task.stream=true", "trainer.max_steps=9"), False),
-    ],
-)
-def test_a_global_batch_is_the_same_run_however_it_is_divided(
-    composed: Build, settings: tuple[str, ...], are_the_same: bool
-) -> None:
-    divisions = [
-        ("data.batch_size=8",),
-        ("data.batch_size=4", "trainer.devices=2"),
-        ("data.batch_size=2", "trainer.devices=2", "trainer.num_nodes=2"),
-    ]
-    configs = [composed("task=rte", "reg=istar", *settings, *division) for division in divisions]
-    names = {run_folder_path(config, "data", "model").name for config in configs}
-    assert len(names) == (1 if are_the_same else len(divisions))
-    other = composed("task=rte", "reg=istar", *settings, "data.batch_size=4", "trainer.num_nodes=3")
-    assert run_folder_path(other, "data", "model").name not in names
-
-
-@pytest.mark.parametrize(
-    ("task", "other"),
-    [
-        ("rte", ["task.max_length=256"]),
-        ("rte", ["task.limit_train=100", "task.limit_validation=50"]),
-        ("rte", ["task.doc_stride=64", "task.n_best=5", "task.max_answer_length=9"]),
-        ("rte", ["trainer.inter_sim_patience=5"]),
-        ("rte", ["trainer.val_check_interval=1.0", "trainer.limit_train_batches=1.0", "trainer.max_time=null"]),
-        ("rte", ["trainer.val_check_interval=null", "trainer.limit_val_batches=null", "trainer.max_steps=null"]),
-        ("rte", ["trainer.gradient_clip_algorithm=norm", "trainer.detect_anomaly=false"]),
-        ("squad", ["task.max_length=384"]),
-        ("rte", ["model.vocab_size=500", "model.lora_r=3", "model.lora_dropout=0.5"]),
-        ("rte", ["model.load_in=float32", "model.lora=false", "model.attn_implementation=null"]),
-    ],
-)
-def test_values_without_an_effect_do_not_count(composed: Build, task: str, other: list[str]) -> None:
-    """The limits of the data have no effect on the name, because the fingerprint of the data stands for them."""
-    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
-    assert names[0] == names[1]
-
-
-@pytest.mark.parametrize(
-    ("task", "other"),
-    [
-        ("rte", ["task.max_length=128"]),
-        ("rte", ["trainer.stop_at_inter_sim=0.5", "trainer.inter_sim_patience=5"]),
-        # One batch rather than all of them.
-        ("rte", ["trainer.limit_train_batches=1"]),
-        ("rte", ["trainer.max_steps=5"]),
-        ("rte", ["trainer.inference_mode=null"]),
-        # Without checkpoints the result is that of the last epoch.
-        ("rte", ["trainer.checkpoints=false"]),
-        ("squad", ["task.doc_stride=64"]),
-        ("squad", ["task.n_best=5"]),
-        ("squad", ["task.max_answer_length=9"]),
-        ("rte", ["model.load_in=bf16"]),
-        ("rte", ["model.lora=true"]),
-        ("rte", ["model.attn_implementation=eager"]),
-    ],
-)
-def test_values_with_an_effect_count(composed: Build, task: str, other: list[str]) -> None:
-    names = [run_folder_path(composed(f"task={task}", *overrides), "data", "model") for overrides in ([], other)]
-    assert names[0] != names[1]
-
-
 def test_new_models_are_named_by_their_values(composed: Build) -> None:
     override_lists = [[], ["model.config.hidden_size=64"], ["model.vocab_size=500"], ["model.architecture=albert"]]
     configs = [composed("task=rte", "model=small_encoder", *overrides) for overrides in override_lists]
@@ -258,39 +182,10 @@ def test_new_models_are_named_by_their_values(composed: Build) -> None:
     assert len(hashes) == 1
 
 
-def test_points_of_a_covariance_that_is_not_used_do_not_count(composed: Build) -> None:
-    names = [
-        run_folder_path(composed(f"reg.zeta={zeta}", f"reg.num_points={num_points}"), "data", "model").name
-        for zeta in (0, 0.2)
-        for num_points in (1000, 2000)
-    ]
-    assert names[0] == names[1]
-    assert names[2] != names[3]
-
-
 def test_processes_that_would_train_different_runs_are_refused(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute_module, "all_gather_object", lambda name: [name, "another-run"])
     with pytest.raises(UserError, match=r"about to train different runs \(another-run, demo-.*send the same command"):
         run(small())
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["reg.target=input_embeddings", "reg.points=content", "reg.max_norm_ratio=3", "reg.schedule=linear",
-     "reg.refresh_every_n_steps=10"],
-)  # fmt: skip
-def test_settings_of_a_penalty_give_another_name(composed: Build, override: str) -> None:
-    names = {run_folder_path(composed("task=rte", *overrides), "data", "model").name for overrides in ((), (override,))}
-    assert len(names) == 2
-
-
-def test_values_without_an_effect_on_embeddings_do_not_count(composed: Build) -> None:
-    overrides = ("task=rte", "reg.target=input_embeddings")
-    names = {
-        run_folder_path(composed(*overrides, *extra), "data", "model").name
-        for extra in ([], ["reg.zeta=0.8"], ["reg.layers=last"], ["reg.sync=false"], ["reg.refresh_every_n_steps=5"])
-    }
-    assert len(names) == 1
 
 
 def make_adapters(folder: Path, base: Path | str, **settings: Any) -> Path:
