@@ -33,7 +33,7 @@ from istar.regularizers import (
     Uniformity,
     VicReg,
 )
-from istar.regularizers.istar import parse_zeta
+from istar.regularizers.istar import check_zeta
 from istar.regularizers.kurtosis import UNIFORM
 from istar.regularizers.points import Layers
 
@@ -80,8 +80,7 @@ class IStarConfig(PenaltyConfig):
     @property
     def effective_zeta(self) -> float | str:
         """Zeta, or 0 if there is no shrinkage covariance."""
-        zeta = parse_zeta(self.zeta)
-        return zeta if self.estimator == "shrinkage" and self.is_on_hidden_states else 0.0
+        return self.zeta if self.estimator == "shrinkage" and self.is_on_hidden_states else 0.0
 
     @property
     def shared_options(self) -> dict[str, Any]:
@@ -97,6 +96,10 @@ class IStarConfig(PenaltyConfig):
             refresh_every_n_steps=self.refresh_every_n_steps,
             num_points=self.num_points,
         )
+
+    def check(self) -> None:
+        check_zeta(self.zeta)  # even where it has no effect
+        super().check()
 
     def for_precision(self, precision: str) -> "IStarConfig":
         """Return the options with `compute`, if it is None, set to the dtype that fits the trainer's precision."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from istar.errors import OptionError, UserError, check_range, parse_number
+from istar.errors import OptionError, UserError, check_range
 from istar.finetune.config.fields import matters
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attached_penalty import HIDDEN_STATES
@@ -170,9 +170,7 @@ class PenaltyConfig(RegConfig, ABC):
     @property
     def set_point(self) -> SetPoint | None:
         """The target of the score, or None."""
-        if self.target_score is None:
-            return None
-        return SetPoint(parse_number("target_score", self.target_score, KEEP), self.side, self.target_batches)
+        return None if self.target_score is None else SetPoint(self.target_score, self.side, self.target_batches)
 
     @property
     def shared_options(self) -> dict[str, Any]:
