@@ -25,7 +25,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from istar.finetune.config.penalties import PENALTIES, PenaltyConfig
+from istar.finetune.config.penalties import PENALTIES
+from istar.finetune.config.reg_config import PenaltyConfig
 from istar.finetune.execute.precision import EMULATION_RATIO, measure_bfloat16_ratio
 from istar.measures.numerics import keep_freed_memory
 from istar.regularizers import IStar, Penalty, select_layers
@@ -121,8 +122,10 @@ def isoscore_by_closed_form(covariance: Tensor) -> Tensor:
 
 Method = Penalty | PublishedIsoScore | None
 """A penalty of a benchmark; None is a step without one."""
-OTHER_PENALTIES = tuple(name for name, kind in PENALTIES.items() if issubclass(kind, PenaltyConfig) and name != "istar")
-"""Names of the penalties besides I-STAR, which are compared with their defaults: most are on the last layer."""
+OTHER_PENALTIES = {
+    name: kind for name, kind in PENALTIES.items() if issubclass(kind, PenaltyConfig) and name != "istar"
+}
+"""The configs of the penalties besides I-STAR, which are compared with their defaults: most are on the last layer."""
 
 
 def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> dict[str, Method]:
@@ -137,8 +140,8 @@ def make_penalties(width: int, device: torch.device, names: Sequence[str]) -> di
         istar = IStar(-1.0, 0.4, compute=compute)
         istar.shrinkage_covariance = covariance
         penalty_by_name[f"istar, {compute}"] = istar
-    for name in OTHER_PENALTIES:
-        penalty = PENALTIES[name]().build()
+    for name, kind in OTHER_PENALTIES.items():
+        penalty = kind().make()
         if penalty.needs_shrinkage_covariance:
             penalty.shrinkage_covariance = covariance
         penalty_by_name[name] = penalty

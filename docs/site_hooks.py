@@ -101,15 +101,11 @@ def _mathml(match: re.Match[str]) -> str:
 
 def config_page() -> str:
     """Every key of every group, with type, default and meaning."""
-    from istar.finetune.config import groups, penalties
+    from istar.finetune.config import fields, groups
 
     documented: dict[tuple[str, str], str] = {}
     for path in Path(groups.__file__).parent.glob("*.py"):
         documented |= field_docstrings(path)
-    config_fields = [field for kind in penalties.PENALTIES.values() for field in dataclasses.fields(kind)]
-    owners = {field.metadata["owner"] for field in config_fields if "owner" in field.metadata}
-    for base in {base for owner in owners for base in owner.__mro__ if base.__module__.startswith("istar.")}:
-        documented |= field_docstrings(Path(inspect.getfile(base)))
     parts = [
         "# Configuration keys",
         "Any key is set on the command line as `group.key=value`. The defaults below are those of the dataclasses in "
@@ -123,9 +119,10 @@ def config_page() -> str:
         for field in dataclasses.fields(kind):
             if kind is groups.Config and field.name != "seed":
                 continue
-            owner = field.metadata.get("owner", kind)
-            meaning = _cell(_documentation(owner, field.metadata.get("field", field.name), documented))
-            rows.append(f"| `{prefix}{_key(field)}` | {_code(_type(field.type))} | {_default(field)} | {meaning} |")
+            meaning = _cell(_documentation(kind, field.name, documented))
+            rows.append(
+                f"| `{prefix}{fields.key_of(field)}` | {_code(_type(field.type))} | {_default(field)} | {meaning} |"
+            )
         parts.append("\n".join(rows))
     return "\n\n".join(parts) + "\n"
 
@@ -149,10 +146,6 @@ def _config_classes() -> Iterator[tuple[str, str, Any]]:
         elif dataclasses.is_dataclass(field.type):
             yield f"`{field.name}`", f"{field.name}.", field.type
     yield "`sweep`", "sweep.", sweep_config.SweepConfig
-
-
-def _key(field: "dataclasses.Field[Any]") -> str:
-    return str(field.metadata.get("key", field.name))
 
 
 def _type(kind: Any) -> str:

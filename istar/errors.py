@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any, Self
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -137,11 +138,7 @@ def check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
         )
 
 
-def parse_number(option: str, value: object, word: str) -> float | str:
-    """Return the value of an option: a number, or `word`; raise an `OptionError` for anything else."""
-    if value == word:
-        return word
-    try:
-        return float(str(value))  # float(True) is 1.0; float("True") raises.
-    except ValueError:
-        raise OptionError(f"{option}={value} is neither a number nor {word}") from None
+def check_number_or_word(option: str, value: object, word: str) -> None:
+    """Raise an `OptionError` unless the value of an option is a number or `word`."""
+    if value != word and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise OptionError(f"{option}={value} is neither a number nor {word}")

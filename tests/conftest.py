@@ -53,7 +53,7 @@ SLOWEST_FILES = (
     "tests/finetune/execute/test_run_training.py",
     "tests/integrations/test_sentence_transformers.py",
     "tests/reports/test_report.py",
-    "tests/finetune/config/test_groups.py",
+    "tests/finetune/config/test_schema.py",
     "tests/finetune/training/test_resume.py",
     "tests/finetune/execute/test_run_results.py",
     "tests/integrations/test_lightning.py",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from istar.errors import OptionError, check_at_least, check_one_of
+from istar.errors import OptionError, check_at_least, check_number_or_word, check_one_of
 from istar.measures.accumulator import sum_over_processes
 from istar.measures.moments import BatchMoments, Moments, mean_and_scatter, merge_moments
 from istar.measures.numerics import without_autocast
@@ -92,8 +92,8 @@ class SetPoint:
     are not finite, or without gradients, do not count."""
 
     def __post_init__(self) -> None:
-        is_number = not isinstance(self.score, str | bool) and math.isfinite(self.score)
-        if not is_number and not self.is_kept:
+        check_number_or_word("target_score", self.score, KEEP)
+        if not isinstance(self.score, str) and not math.isfinite(self.score):
             raise OptionError(f"target_score={self.score}; expected a finite number, or {KEEP}")
         check_one_of("side", self.side, SIDES)
         check_at_least(1, "target_batches", self.batches)

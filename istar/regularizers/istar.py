@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from istar.errors import OptionError, UserError, check_one_of, parse_number
+from istar.errors import OptionError, UserError, check_number_or_word, check_one_of
 from istar.measures.isoscores import check_covariance
 from istar.measures.numerics import without_autocast
 from istar.regularizers.base import Penalty, Terms
@@ -69,7 +69,6 @@ class IStar(Penalty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "zeta", parse_zeta(self.zeta))
         self._check_options()
         self._estimator = self._make_estimator()
         self.measure = self._estimator.measure
@@ -95,6 +94,7 @@ class IStar(Penalty):
         return self.estimator != "shrinkage" or self.zeta == AUTO
 
     def _check_options(self) -> None:
+        check_zeta(self.zeta)
         check_one_of("estimator", self.estimator, ESTIMATORS)
         if self.estimator != "shrinkage" and self.zeta != 0:
             raise OptionError(f"zeta={self.zeta} has no effect with estimator={self.estimator}; expected zeta=0")
@@ -111,7 +111,7 @@ class IStar(Penalty):
             return UnbiasedEstimator()
         if isinstance(self.zeta, str):
             return AutomaticShrinkageEstimator()
-        return ShrinkageEstimator(self.zeta, torch.bfloat16 if self.compute == "bf16" else None)
+        return ShrinkageEstimator(float(self.zeta), torch.bfloat16 if self.compute == "bf16" else None)
 
     def reset(self, keep_shrinkage_covariance: bool = False) -> None:
         super().reset()
@@ -132,15 +132,14 @@ class IStar(Penalty):
         return Terms(value, score, estimate.points, estimate.zeta, sums=estimate.sums)
 
 
-def parse_zeta(zeta: Any) -> float | str:
-    """Return zeta as a number from 0 to 1 or `auto`; raise `OptionError` for any other value."""
-    number: float | str = parse_number("zeta", zeta, AUTO)
-    if not isinstance(number, str) and not 0 <= number <= 1:
+def check_zeta(zeta: float | str) -> None:
+    """Raise an `OptionError` unless zeta is a number from 0 to 1 or `auto`."""
+    check_number_or_word("zeta", zeta, AUTO)
+    if not isinstance(zeta, str) and not 0 <= zeta <= 1:
         raise OptionError(
-            f"zeta={number:g} is outside [0, 1]; 0 means no shrinkage, 1 means the shrinkage covariance alone; "
+            f"zeta={zeta:g} is outside [0, 1]; 0 means no shrinkage, 1 means the shrinkage covariance alone; "
             "the paper uses 0.2 to 0.8"
         )
-    return number
 
 
 def _resize_shrinkage_covariance(module: IStar, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -146,7 +146,7 @@ class RunRecord:
     @property
     def is_smoke(self) -> bool:
         """Whether the run only tests its config, so that no table or comparison counts it."""
-        return bool(self.config.get("run", {}).get("smoke"))
+        return bool(self.config.get("run", {}).get("smoke") or self.config.get("trainer", {}).get("fast_dev_run"))
 
     @property
     def selection_value(self) -> Any:

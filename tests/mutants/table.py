@@ -75,13 +75,6 @@ MUTATIONS = [
         "tests/hidden_states/test_attach.py::test_a_positional_mask_is_the_mask",
     ),
     Mutation(
-        "The setting reg.include_padding=false is not passed on.",
-        "istar/finetune/config/penalties.py",
-        'if option.init and option.name not in ("group", "set_point")',
-        'if option.init and option.name not in ("group", "set_point", "include_padding")',
-        "tests/finetune/config/test_penalties.py",
-    ),
-    Mutation(
         "The last token of a packed document predicts the first one of the next.",
         "istar/regularizers/points.py",
         "has_label[:, 1:] & ~starts[:, 1:]",
@@ -726,20 +719,6 @@ MUTATIONS = [
         "if any(member.compress_type",
         "if False and any(member.compress_type",
         "tests/finetune/execute/test_damaged_checkpoints.py::test_a_compressed_checkpoint_does_not_fill_the_memory",
-    ),
-    Mutation(
-        "Runs with different numbers of processes have different names.",
-        "istar/finetune/execute/identify.py",
-        'trainer["devices"] = trainer["num_nodes"] = 1',
-        "pass",
-        "tests/finetune/execute/test_run_identity.py::test_a_global_batch_is_the_same_run_however_it_is_divided",
-    ),
-    Mutation(
-        "Penalties of separate processes are one run.",
-        "istar/finetune/execute/identify.py",
-        'getattr(config.reg, "sync", True)',
-        "True",
-        "tests/finetune/execute/test_run_identity.py::test_a_global_batch_is_the_same_run_however_it_is_divided",
     ),
     Mutation(
         "A checkpoint of another run is taken.",

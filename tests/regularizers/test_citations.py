@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from istar.finetune.config.penalties import PENALTIES
+from istar.finetune.config.reg_config import PenaltyConfig
 from istar.regularizers import Penalty, base
 
-CLASSES = sorted({getattr(config, "penalty_class", None) for config in PENALTIES.values()} - {None}, key=repr)
+CLASSES = sorted({type(kind().make()) for kind in PENALTIES.values() if issubclass(kind, PenaltyConfig)}, key=repr)
 ENTRIES = Path(base.__file__).with_name("references.bib").read_text().strip().split("\n\n")
 
 

@@ -155,7 +155,7 @@ def test_a_score_that_is_not_finite_is_nan():
         (lambda: IStar(1.0, 0, set_point=SetPoint(0)), "target_score=0; expected a number above 0 and below 1"),
         (lambda: CosReg(1.0, set_point=SetPoint(-1.5)), "target_score=-1.5; expected a number above -1"),
         (lambda: SetPoint(math.nan), "target_score=nan"),
-        (lambda: SetPoint("kept"), "target_score=kept; expected a finite number, or keep"),
+        (lambda: SetPoint("kept"), "target_score=kept is neither a number nor keep"),
         (lambda: SetPoint(True), "target_score=True"),
         (lambda: SetPoint(0.1, "left"), "side=left"),
         (lambda: SetPoint("keep", batches=0), "target_batches=0 is too small"),

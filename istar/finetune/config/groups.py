@@ -6,16 +6,19 @@ and types.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
-from istar.finetune.config.fields import NOT_IN_IDENTITY
+from istar.finetune.config.fields import NEVER_MATTERS, collects_further_keys, matters
 from istar.finetune.config.model_config import ModelConfig
 from istar.finetune.config.optim_config import OPTIMIZERS, OptimConfig
 from istar.finetune.config.output_config import RunConfig
 from istar.finetune.config.task_config import DataConfig, TaskConfig
 from istar.finetune.config.trainer_config import TrainerConfig
+
+if TYPE_CHECKING:  # imports torch
+    from istar.finetune.config.reg_config import RegConfig
 
 
 @dataclass
@@ -24,12 +27,12 @@ class Config:
 
     task: TaskConfig
     model: ModelConfig
-    reg: Any
+    reg: "RegConfig" = field(metadata=matters(as_=lambda config: config.reg.effective))
     data: DataConfig
     optim: OptimConfig
     trainer: TrainerConfig
-    logger: Any = field(metadata=NOT_IN_IDENTITY)
-    run: RunConfig = field(metadata=NOT_IN_IDENTITY)
+    logger: Any = field(metadata=NEVER_MATTERS)
+    run: RunConfig = field(metadata=NEVER_MATTERS)
     seed: int = 42
     """Seed of the initialization of the head, of dropout, and of the order of the training data; from 0 to 2^32 - 1."""
 
@@ -43,10 +46,21 @@ class Config:
             raise UserError(f"{self.optim.name} cannot train sharded weights; use trainer.strategy=ddp, or another one")
         if self.task.stream:
             self._check_stream()
-        if self.trainer.fast_dev_run:
-            self.run = replace(self.run, smoke=True)
-        if self.trainer.precision != "auto":
-            self.reg.resolve(self.trainer.precision)
+
+    @property
+    def is_smoke(self) -> bool:
+        """Whether the run only tests its config, so that no table or comparison counts it."""
+        return self.run.smoke or self.trainer.fast_dev_run
+
+    @property
+    def is_exact_in_parallel(self) -> bool:
+        """Whether W processes with batches of B examples train as one process does with batches of W * B examples."""
+        return not self.task.stream and self.reg.effective.is_exact_in_parallel
+
+    @property
+    def merged_batch_size(self) -> int:
+        """Training examples per micro-batch, of all processes together if they train as one process does."""
+        return self.data.batch_size * (self.trainer.num_processes if self.is_exact_in_parallel else 1)
 
     def _check_stream(self) -> None:
         """Raise a `UserError` if a setting needs the length of the training data, which a stream does not have."""
@@ -84,7 +98,7 @@ def check_keys(overrides: Iterable[str]) -> None:
         classes = OPTIMIZERS.values() if group == "optim" else filter(None, [class_by_group.get(group)])
         known = [option for config_class in classes for option in fields(config_class)] if name.isidentifier() else []
         known_keys = [f"{group}.{option.name}" for option in known]
-        accepts_all = not equals or not known or any(option.metadata.get("further_keys") for option in known)
+        accepts_all = not equals or not known or any(map(collects_further_keys, known))
         if not accepts_all and key not in known_keys and (hint := did_you_mean(key, known_keys, cutoff=0.75)):
             raise UserError(describe_unknown_key(key, hint))
 

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from istar.errors import UserError, check_at_least, check_one_of
 from istar.files.folders import is_model_folder
-from istar.finetune.config.fields import NOT_IN_IDENTITY
+from istar.finetune.config.fields import NEVER_MATTERS, matters
 from istar.models.model_source import ModelSource
 from istar.runs.names import TINY
 
@@ -20,18 +20,19 @@ MIN_VOCAB_SIZE = 300
 """Smallest `model.vocab_size`: byte-level BPE has 256 tokens for the bytes, and special tokens."""
 TRAIN = "train"
 """Value of `model.tokenizer` for a tokenizer that is trained on the task's text."""
+WITH_LORA = matters(if_=lambda config: config.model.lora)
 
 
 @dataclass
 class ModelConfig:
     """The model that is trained."""
 
-    name: str = field(default=MISSING, metadata=NOT_IN_IDENTITY)
+    name: str = field(default=MISSING, metadata=NEVER_MATTERS)
     """Hub id, folder, or `tiny`. The hash of a run contains the commit on the hub, or a hash of the files, instead.
     With `architecture` it is a label of your choice, which only the name of the run contains."""
     pretrained: bool = True
     """Load pretrained weights. False gives the model random weights, with its architecture and its tokenizer."""
-    revision: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    revision: str | None = field(default=None, metadata=NEVER_MATTERS)
     """Branch, tag or commit on the hub; null is the branch `main`. A run replaces a branch or a tag by its commit."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory. Losses are equal; with a penalty, up to rounding."""
@@ -48,23 +49,23 @@ class ModelConfig:
     """Values to replace in the model's configuration, for example model.config.hidden_size=256. Only new models
     (`pretrained=false`) can have other values. hidden_size, num_hidden_layers, num_attention_heads and
     max_position_embeddings are valid for nearly all architectures."""
-    tokenizer: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    tokenizer: str | None = field(default=None, metadata=NEVER_MATTERS)
     """Tokenizer: a folder, a hub id, or train for a new one that is trained on the task's text (byte-level BPE for
     decoders, WordPiece for encoders). None uses the tokenizer of the model `name`. The hash of a run contains the
     commit on the hub, or a hash of the files, instead."""
-    vocab_size: int = 8192
+    vocab_size: int = field(default=8192, metadata=matters(if_=lambda config: config.model.trains_tokenizer))
     """Largest size of the vocabulary of a new tokenizer (`tokenizer=train`); little text yields a smaller one."""
     load_in: str = "float32"
     """Data type of the weights: float32 or bf16. trainer.precision decides about the arithmetic."""
     lora: bool = False
     """Train low-rank adapters (LoRA) and the head, and freeze the pretrained weights. Needs `istar[lora]`."""
-    lora_r: int = 8
+    lora_r: int = field(default=8, metadata=WITH_LORA)
     """Rank of the adapters."""
-    lora_alpha: float = 16.0
+    lora_alpha: float = field(default=16.0, metadata=WITH_LORA)
     """The adapters' outputs are multiplied by `lora_alpha / lora_r`."""
-    lora_dropout: float = 0.05
+    lora_dropout: float = field(default=0.05, metadata=WITH_LORA)
     """Dropout probability of the adapters' inputs, in [0, 1)."""
-    lora_target_modules: Any = None
+    lora_target_modules: Any = field(default=None, metadata=WITH_LORA)
     """Names of the modules that get adapters, e.g. [q_proj,v_proj], or all-linear; None uses peft's default for the
     architecture."""
 

@@ -1,16 +1,24 @@
-"""The options of the config group `reg`: one dataclass per penalty, which builds the penalty and attaches it.
+"""The options of the group `reg`: one dataclass per penalty, with the options as fields, which builds the penalty.
 
-The options, their defaults, meanings and rules come from the classes in `istar.regularizers` and from
-`istar.hidden_states.PenaltySettings`. A new penalty needs its class and an entry in `PENALTIES`, with its value of
-`reg` on the command line as the key.
+A new penalty needs its class in `istar.regularizers`, a dataclass here and an entry in `PENALTIES`.
 """
 
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields, make_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from istar.errors import OptionError, UserError, check_range, parse_number
-from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
+from istar.errors import OptionError
+from istar.finetune.config.fields import matters
+from istar.finetune.config.reg_config import (
+    ON_HIDDEN_STATES,
+    DropoutConfig,
+    NoRegConfig,
+    PenaltyConfig,
+    RegConfig,
+    WeightDecayConfig,
+    weight_field,
+)
+from istar.hidden_states import PenaltySettings
 from istar.hidden_states.attached_penalty import HIDDEN_STATES
 from istar.regularizers import (
     CosReg,
@@ -18,241 +26,233 @@ from istar.regularizers import (
     Gor,
     IStar,
     Kurtosis,
-    Penalty,
-    Points,
     RandomDirection,
-    SetPoint,
     SigReg,
     SimCtg,
     Spectrum,
     Uniformity,
     VicReg,
-    layer_numbers,
 )
-from istar.regularizers.base import KEEP
-from istar.regularizers.istar import parse_zeta
-from istar.regularizers.placebos import set_dropout
+from istar.regularizers.istar import check_zeta
+from istar.regularizers.kurtosis import UNIFORM
+from istar.regularizers.points import Layers
 
-_KEYS = {"weight": "lambda", "which": "points", "score": "target_score", "batches": "target_batches"}
-"""Name of a field in its class -> key on the command line, where they differ."""
-
-
-@dataclass
-class NoRegConfig:
-    """No penalty: training minimizes the task loss alone."""
-
-    name: str = "none"
-
-    def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> AttachedPenalty | None:
-        """Build the penalty and attach it to a model, or return None if there is none.
-
-        `model` is the transformers model with its head, `special_ids` are the ids of its tokenizer's special tokens,
-        and `seed` is for the samples of embedding rows.
-
-        Raises:
-            UserError: if the model lacks what is penalized.
-        """
-        return None
-
-    def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the optimizer. It is `default` (`optim.weight_decay`) except for a placebo."""
-        return default
-
-    def check_layers(self, num_layers: int) -> None:
-        """Raise a UserError if the penalty is on layers that a model of `num_layers` layers lacks."""
-
-    def resolve(self, precision: str) -> None:
-        """Set the settings that are None and depend on the trainer's precision; by default, none do."""
+WITH_SIGMA_S = matters(if_=lambda config: config.reg.effective_zeta != 0)
+"""Metadata of an option without an effect if the score does not depend on Sigma_S."""
 
 
 @dataclass
-class WeightDecayConfig(NoRegConfig):
-    """A placebo: no penalty on hidden states, but another weight decay."""
+class CosRegConfig(PenaltyConfig):
+    """The CosReg penalty (Gao et al., 2019), the average cosine of the hidden states of the selected layers."""
 
-    name: str = "weight_decay"
-    weight: float = field(default=0.1, metadata={"key": "lambda"})
-    """Weight decay, above 0, which replaces optim.weight_decay. It does not apply to biases and gains."""
+    name: str = "cosreg"
 
-    def __post_init__(self) -> None:
-        check_range("reg.lambda", self.weight, minimum=0, is_exclusive=True)
-
-    def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the placebo, which replaces the default."""
-        return self.weight
+    def make(self) -> CosReg:
+        return CosReg(**self.shared_options)
 
 
 @dataclass
-class DropoutConfig(NoRegConfig):
-    """A placebo: no penalty on hidden states, but another dropout."""
+class IStarConfig(PenaltyConfig):
+    r"""The I-STAR penalty (Rudman and Eickhoff, 2024): 1 - IsoScore\* of the union of the selected layers."""
 
-    name: str = "dropout"
-    weight: float = field(default=0.2, metadata={"key": "lambda"})
-    """Dropout probability, between 0 and 1, of all modules of the model that have dropout."""
+    name: str = "istar"
+    weight: float = weight_field(IStar.weight)
+    """Weight of the penalty (lambda), any finite number. Positive weights increase isotropy, and negative ones decrease
+    it. With 0 there is no penalty."""
+    layers: Layers = field(default=IStar.layers, metadata=ON_HIDDEN_STATES)
+    zeta: float | str = field(default=IStar.zeta, metadata=matters(as_=lambda config: config.reg.effective_zeta))
+    """Weight of the shrinkage covariance in [0, 1], or auto to estimate it from each batch."""
+    estimator: str = IStar.estimator
+    r"""shrinkage (the paper's IsoScore\*), or unbiased (IsoScore for small samples of independent points, without a
+    shrinkage covariance)."""
+    compute: str | None = field(
+        default=IStar.compute,
+        metadata=matters(as_=lambda config: config.reg.for_precision(config.trainer.precision).compute),
+    )
+    """Dtype of the penalty's matrix products with the points: float32 or bf16. None is the dtype that trainer.precision
+    allows."""
+    refresh_every_n_steps: int | None = field(default=PenaltySettings.refresh_every_n_steps, metadata=WITH_SIGMA_S)
+    """Optimizer steps between two computations of the shrinkage covariance within an epoch, in addition to the one at
+    the beginning of each epoch. None computes it only at the beginning of each epoch."""
+    num_points: int = field(default=PenaltySettings.num_points, metadata=WITH_SIGMA_S)
+    """Number of points (tokens x layers) for the shrinkage covariance; 250,000 are 21,000 tokens of BERT-base."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.weight < 1:
-            raise UserError(f"reg.lambda={self.weight:g}; with reg=dropout, expected a probability between 0 and 1")
+    @property
+    def effective_zeta(self) -> float | str:
+        """Zeta, or 0 if there is no shrinkage covariance."""
+        return self.zeta if self.estimator == "shrinkage" and self.is_on_hidden_states else 0.0
 
-    def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> None:
-        """Set the dropout probability of the model; see `NoRegConfig.attach`."""
-        set_dropout(model, self.weight)
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        options = {"zeta": self.effective_zeta, "estimator": self.estimator, "compute": self.compute}
+        return super().shared_options | options
 
+    def make(self) -> IStar:
+        return IStar(**self.shared_options)
 
-class PenaltyConfig(NoRegConfig):
-    """The options of a penalty; `_make_config` derives a dataclass for each from the fields of its class.
+    def make_settings(self, special_ids: Sequence[int], seed: int) -> PenaltySettings:
+        return replace(
+            super().make_settings(special_ids, seed),
+            refresh_every_n_steps=self.refresh_every_n_steps,
+            num_points=self.num_points,
+        )
 
-    Values that are not used are fixed, so that they do not change the identity of the run.
-    """
+    def check(self) -> None:
+        check_zeta(self.zeta)  # even where it has no effect
+        super().check()
 
-    penalty_class: ClassVar[type[Penalty]]
-
-    # Fields of the derived dataclasses that are assigned here.
-    weight: Any
-    layers: Any
-    include_padding: Any
-    sync: Any
-    target_score: Any
-    if TYPE_CHECKING:  # the other fields
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __post_init__(self) -> None:
-        try:
-            if self.target_score is not None:
-                self.target_score = parse_number("target_score", self.target_score, KEEP)
-                # The sign of lambda is meaningless with a target score.
-                self.weight = abs(self.weight)
-                if self.target_score == KEEP and self.warmup > 0:
-                    raise OptionError(
-                        f"target_score={KEEP} takes the score of the first step, where lambda is 0 with reg.warmup; "
-                        "leave reg.warmup out"
-                    )
-            elif self.side != SetPoint.side:
-                raise OptionError(f"side={self.side} has no effect without reg.target_score")
-            if self.target_score != KEEP and self.target_batches != SetPoint.batches:
-                raise OptionError(f"target_batches={self.target_batches} has no effect without reg.target_score={KEEP}")
-            # The ids of the tokenizer are not known yet; `attach` checks that there are some.
-            self._make_settings(special_ids=(0,), seed=0)
-            if self.target != HIDDEN_STATES:
-                self.include_padding, self.sync = Penalty.include_padding, Penalty.sync
-                self.layers = self.penalty_class.layers
-            self._check_and_fix_options()
-            self.build()
-        except OptionError as error:
-            raise UserError(f"reg.{error}") from error
-
-    def _check_and_fix_options(self) -> None:
-        """Check the options of one penalty that depend on each other, and fix those that are not used."""
-
-    def build(self) -> Penalty:
-        """Build the penalty."""
-        options = {option.name: getattr(self, option.name) for option in _penalty_options(self.penalty_class)}
-        if self.target_score is not None:
-            options["set_point"] = SetPoint(self.target_score, self.side, self.target_batches)
-        return self.penalty_class(**{"set_point": None, **options})
-
-    def attach(self, model: Any, special_ids: Sequence[int], seed: int) -> AttachedPenalty:
-        """Build the penalty and attach it to a model, see `NoRegConfig.attach`."""
-        try:
-            settings = self._make_settings(special_ids, seed)
-        except OptionError as error:
-            raise UserError(f"reg.{error}") from error
-        return attach_with_settings(model, self.build(), settings)
-
-    def check_layers(self, num_layers: int) -> None:
-        """Raise a UserError if the penalty is on layers that a model of `num_layers` layers lacks."""
-        layer_numbers(num_layers, self.layers)
-
-    def _make_settings(self, special_ids: Sequence[int], seed: int) -> PenaltySettings:
-        points = Points(self.points, self.max_norm_ratio, special_ids)
-        names = [f.name for f in _SETTINGS + _COVARIANCE_SETTINGS if hasattr(self, f.name)]
-        return PenaltySettings(points, seed=seed, **{name: getattr(self, name) for name in names})
+    def for_precision(self, precision: str) -> "IStarConfig":
+        """Return the options with `compute`, if it is None, set to the dtype that fits the trainer's precision."""
+        if self.compute is not None:
+            return self
+        is_bf16 = precision.startswith("bf16") and not self.make().needs_float32
+        return replace(self, compute="bf16" if is_bf16 else "float32")
 
 
+@dataclass
+class VicRegConfig(PenaltyConfig):
+    """The variance and covariance terms of VICReg (Bardes et al., 2022)."""
+
+    name: str = "vicreg"
+    variance_weight: float = VicReg.variance_weight
+    """Weight of the variance term (the paper's mu), which keeps the standard deviation of each dimension up."""
+    covariance_weight: float = VicReg.covariance_weight
+    """Weight of the covariance term (the paper's nu), which decorrelates the dimensions."""
+    gamma: float = VicReg.gamma
+    """Standard deviation below which a dimension is penalized, above 0."""
+
+    def make(self) -> VicReg:
+        return VicReg(
+            variance_weight=self.variance_weight,
+            covariance_weight=self.covariance_weight,
+            gamma=self.gamma,
+            **self.shared_options,
+        )
+
+
+@dataclass
+class DecorrelationConfig(PenaltyConfig):
+    """The sum of the squared correlations between different dimensions (Zbontar et al., 2021)."""
+
+    name: str = "decorrelation"
+    weight: float = weight_field(Decorrelation.weight)
+
+    def make(self) -> Decorrelation:
+        return Decorrelation(**self.shared_options)
+
+
+@dataclass
+class GorConfig(PenaltyConfig):
+    """Global orthogonal regularization (Zhang et al., 2017) of the union of the selected layers."""
+
+    name: str = "gor"
+
+    def make(self) -> Gor:
+        return Gor(**self.shared_options)
+
+
+@dataclass
+class UniformityConfig(PenaltyConfig):
+    """The uniformity loss (Wang and Isola, 2020) of all pairs of different points."""
+
+    name: str = "uniformity"
+    temperature: float = Uniformity.temperature
+    """The factor t of the squared distances, above 0; 2 in the paper."""
+
+    def make(self) -> Uniformity:
+        return Uniformity(temperature=self.temperature, **self.shared_options)
+
+
+@dataclass
+class KurtosisConfig(PenaltyConfig):
+    """The squared deviation of the kurtosis of the hidden states from a target (Shkolnik et al., 2020)."""
+
+    name: str = "kurtosis"
+    target_score: float | str | None = UNIFORM.score
+
+    def make(self) -> Kurtosis:
+        return Kurtosis(**self.shared_options)
+
+
+@dataclass
 class SimCtgConfig(PenaltyConfig):
-    """Options of `SimCtg`."""
+    """The contrastive loss of SimCTG (Su et al., 2022) between the tokens of a sequence."""
 
-    def _check_and_fix_options(self) -> None:
+    name: str = "simctg"
+    margin: float = SimCtg.margin
+    """Cosines of different tokens above 1 - margin are penalized; from -1 to 1 (the paper's rho)."""
+
+    def make(self) -> SimCtg:
+        return SimCtg(margin=self.margin, **self.shared_options)
+
+    def check(self) -> None:
+        super().check()
         if self.points in ("first", "last"):
             raise OptionError(
                 f"points={self.points} leaves no pairs of tokens of a sequence, which reg=simctg compares; use "
                 "reg.points=all"
             )
-        if self.target != HIDDEN_STATES:
+        if not self.is_on_hidden_states:
             raise OptionError(f"target={self.target} has no sequences; reg=simctg needs reg.target={HIDDEN_STATES}")
 
 
-class IStarConfig(PenaltyConfig):
-    """Options of `IStar` and of its Sigma_S."""
+@dataclass
+class SigRegConfig(PenaltyConfig):
+    """SIGReg of LeJEPA (Balestriero and LeCun, 2025). It pulls the points to mean 0 and covariance I."""
 
-    zeta: Any
-    compute: Any
-    num_points: Any
-    refresh_every_n_steps: Any
+    name: str = "sigreg"
+    directions: int = SigReg.directions
+    """Number of random directions (K), new in each micro-batch."""
+    seed: int = SigReg.seed
+    """Seed of the directions, equal on all processes."""
 
-    def _check_and_fix_options(self) -> None:
-        self.zeta = parse_zeta(self.zeta)
-        if self.estimator != "shrinkage" or self.target != HIDDEN_STATES:
-            self.zeta = 0.0
-        if self.zeta == 0:
-            self.num_points, self.refresh_every_n_steps = PenaltySettings.num_points, None
-
-    def resolve(self, precision: str) -> None:
-        """Set `compute`, if it is None, to the dtype that fits the trainer's precision."""
-        if self.compute is None:
-            penalty = self.build()
-            self.compute = "bf16" if precision.startswith("bf16") and not penalty.needs_float32 else "float32"
+    def make(self) -> SigReg:
+        return SigReg(directions=self.directions, seed=self.seed, **self.shared_options)
 
 
-def _penalty_options(penalty_class: type[Penalty]) -> "list[Field[Any]]":
-    return [option for option in fields(penalty_class) if option.init and option.name not in ("group", "set_point")]
+@dataclass
+class SpectrumConfig(PenaltyConfig):
+    """The mean squared deviation of the singular values from a prescribed decay, after Wang et al. (2020)."""
+
+    name: str = "spectrum"
+    decay: str = Spectrum.decay
+    """Decay of the prescribed singular values, relative to the largest: polynomial or exponential."""
+    rate: float = Spectrum.rate
+    """Rate r of the decay: the k-th of d values is k^-r, or exp(-r (k - 1) / (d - 1)); 0 is a flat spectrum."""
+
+    def make(self) -> Spectrum:
+        return Spectrum(decay=self.decay, rate=self.rate, **self.shared_options)
 
 
-def _select_fields(owner: Any, *names: str) -> "list[Field[Any]]":
-    return [option for option in fields(owner) if option.name in names]
+@dataclass
+class RandomDirectionConfig(IStarConfig):
+    """A placebo: I-STAR with the gradient of each point rotated at random, with the same norm."""
+
+    name: str = "random_direction"
+    seed: int = RandomDirection.seed
+    """Seed of the rotation, equal on all processes."""
+
+    def make(self) -> RandomDirection:
+        return RandomDirection(seed=self.seed, **self.shared_options)
 
 
-_SETTINGS = _select_fields(PenaltySettings, "target", "rows", "sample", "schedule", "warmup")
-_COVARIANCE_SETTINGS = _select_fields(PenaltySettings, "refresh_every_n_steps", "num_points")
-
-
-def _make_config(name: str, penalty_class: type[Penalty], base: type[PenaltyConfig] = PenaltyConfig) -> Any:
-    set_point: Any = next(f.default for f in fields(penalty_class) if f.name == "set_point")
-    options: list[tuple[Any, Field[Any]]] = [(penalty_class, option) for option in _penalty_options(penalty_class)]
-    options += [(PenaltySettings, option) for option in _SETTINGS]
-    options += [(Points, option) for option in _select_fields(Points, "which", "max_norm_ratio")]
-    options += [(SetPoint, option) for option in fields(SetPoint)]
-    if issubclass(base, IStarConfig):
-        options += [(PenaltySettings, option) for option in _COVARIANCE_SETTINGS]
-    config_fields: list[Any] = [("name", str, field(default=name))]
-    for owner, option in options:
-        key = _KEYS.get(option.name, option.name)
-        field_name = "weight" if option.name == "weight" else key
-        default, field_type = option.default, option.type
-        if key == "target_score":
-            default, field_type = None if set_point is None else set_point.score, float | str | None
-        elif key == "schedule":
-            field_type = str
-        metadata = {"key": key, "owner": owner, "field": option.name}
-        config_fields.append((field_name, field_type, field(default=default, metadata=metadata)))
-    namespace = {"penalty_class": penalty_class, "__doc__": penalty_class.__doc__}
-    return make_dataclass(f"{penalty_class.__name__}Config", config_fields, bases=(base,), namespace=namespace)
-
-
-PENALTIES: dict[str, Any] = {
-    "none": NoRegConfig,
-    "cosreg": _make_config("cosreg", CosReg),
-    "istar": _make_config("istar", IStar, IStarConfig),
-    "vicreg": _make_config("vicreg", VicReg),
-    "decorrelation": _make_config("decorrelation", Decorrelation),
-    "gor": _make_config("gor", Gor),
-    "uniformity": _make_config("uniformity", Uniformity),
-    "kurtosis": _make_config("kurtosis", Kurtosis),
-    "simctg": _make_config("simctg", SimCtg, SimCtgConfig),
-    "sigreg": _make_config("sigreg", SigReg),
-    "spectrum": _make_config("spectrum", Spectrum),
-    "random_direction": _make_config("random_direction", RandomDirection, IStarConfig),
-    "weight_decay": WeightDecayConfig,
-    "dropout": DropoutConfig,
+PENALTIES: dict[str, type[RegConfig]] = {
+    kind.name: kind
+    for kind in (
+        NoRegConfig,
+        CosRegConfig,
+        IStarConfig,
+        VicRegConfig,
+        DecorrelationConfig,
+        GorConfig,
+        UniformityConfig,
+        KurtosisConfig,
+        SimCtgConfig,
+        SigRegConfig,
+        SpectrumConfig,
+        RandomDirectionConfig,
+        WeightDecayConfig,
+        DropoutConfig,
+    )
 }
 """The dataclass of each option of the config group `reg`."""

@@ -19,6 +19,7 @@ from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, 
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from istar.errors import UserError, check_one_of, did_you_mean
+from istar.finetune.config.fields import collects_further_keys, key_of
 from istar.finetune.config.groups import Config, describe_unknown_key
 from istar.finetune.config.optim_config import OPTIMIZERS
 from istar.finetune.config.options import config_folder, sweep_folder
@@ -104,17 +105,17 @@ def load_sweep(config: DictConfig) -> SweepConfig:
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config to plain data, with the keys of the command line (`lambda`, not `weight`)."""
     config_class: Any = type(config)
-    name_by_key, further_field = _list_fields(config_class)
-    values = {key: getattr(config, name) for key, name in name_by_key.items()}
+    field_by_key, further_field = _list_fields(config_class)
+    values = {key: getattr(config, option.name) for key, option in field_by_key.items()}
     values |= getattr(config, further_field) if further_field else {}
     return {key: to_dict(value) if is_dataclass(value) else value for key, value in values.items()}
 
 
 @functools.cache
-def _list_fields(config_class: Any) -> tuple[dict[str, str], str | None]:
-    """Return the fields of a config dataclass by key on the command line, and the field with further keys, if any."""
-    further_field = next((f.name for f in fields(config_class) if f.metadata.get("further_keys")), None)
-    return {_get_cli_key(f): f.name for f in fields(config_class) if f.name != further_field}, further_field
+def _list_fields(config_class: Any) -> tuple[dict[str, "Field[Any]"], str | None]:
+    """Return the fields of a config dataclass by key, and the name of the field with further keys, if any."""
+    further_field = next((f.name for f in fields(config_class) if collects_further_keys(f)), None)
+    return {key_of(f): f for f in fields(config_class) if f.name != further_field}, further_field
 
 
 def to_yaml(config: Config) -> str:
@@ -209,19 +210,12 @@ def _list_cli_keys(group: str, config_class: Any) -> list[str]:
     return [f"{group}.{key}" for key in _list_fields(config_class)[0]]
 
 
-def _get_cli_key(field: "Field[Any]") -> str:
-    """Return a field's key on the command line, which differs for `lambda` because that is a Python keyword."""
-    return str(field.metadata.get("key", field.name))
-
-
 _NODE_CLASSES: dict[Any, type] = {str: StringNode, int: IntegerNode, float: FloatNode, bool: BooleanNode}
 
 
 def _make_schema_node(config_class: Any) -> DictConfig:
-    _, further_field = _list_fields(config_class)
-    node = OmegaConf.create(
-        {_get_cli_key(f): _make_value_node(f) for f in fields(config_class) if f.name != further_field}
-    )
+    field_by_key, further_field = _list_fields(config_class)
+    node = OmegaConf.create({key: _make_value_node(option) for key, option in field_by_key.items()})
     OmegaConf.set_struct(node, further_field is None)
     return node
 
@@ -296,10 +290,26 @@ def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) ->
 
 
 def _build_dataclass(group: str, config_class: type[T], values: Mapping[str, Any]) -> T:
-    field_name_by_key, further_field = _list_fields(config_class)  # type: ignore[arg-type]
-    arguments: dict[str, Any] = {name: _get_value(values, key, f"{group}.") for key, name in field_name_by_key.items()}
+    field_by_key, further_field = _list_fields(config_class)  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {
+        option.name: _convert_number(_get_value(values, key, f"{group}."), option.type)
+        for key, option in field_by_key.items()
+    }
     if further_field is None:
-        _check_known_keys(f"{group}.", values, field_name_by_key)
+        _check_known_keys(f"{group}.", values, field_by_key)
     else:
-        arguments[further_field] = {key: value for key, value in values.items() if key not in field_name_by_key}
+        arguments[further_field] = {key: value for key, value in values.items() if key not in field_by_key}
     return config_class(**arguments)
+
+
+def _convert_number(value: Any, field_type: Any) -> Any:
+    """Return the value of a field that is a number or a word, such as zeta, as a float if it is a number.
+
+    Nodes of OmegaConf convert the values of all other fields.
+    """
+    if not {float, str} <= {*get_args(field_type)} or isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value

@@ -5,8 +5,12 @@ from dataclasses import dataclass, field, replace
 from omegaconf import MISSING
 
 from istar.errors import UserError, check_at_least, did_you_mean
-from istar.finetune.config.fields import NOT_IN_IDENTITY
+from istar.finetune.config.fields import NEVER_MATTERS, matters
 from istar.runs.tasks import HELD_OUT, TASKS, TaskSpec
+
+COVERED_BY_DATA = matters(as_=lambda config: None)
+"""Metadata of a field that changes a run only through its data."""
+FOR_SPANS = matters(if_=lambda config: find_task_spec(config.task).kind == "span")
 
 
 @dataclass
@@ -15,35 +19,41 @@ class TaskConfig:
 
     name: str = MISSING
     """Name of the task, a key of `istar.runs.tasks.TASKS`."""
-    data_dir: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    data_dir: str | None = field(default=None, metadata=NEVER_MATTERS)
     """Folder with the task's files; for language modelling also a text file. None loads the data from the hub, or
     generates them for the demo tasks, `clm` and `mlm`."""
-    limit_train: int | None = None
+    limit_train: int | None = field(default=None, metadata=COVERED_BY_DATA)
     """Number of training examples to use, a random sample that is the same in all runs; None uses all."""
-    limit_validation: int | None = None
+    limit_validation: int | None = field(default=None, metadata=COVERED_BY_DATA)
     """Number of examples to use of each validation set, a random sample that is the same in all runs; None uses all."""
     validation_fraction: float | None = None
     """Fraction of the training data, above 0 and at most 0.5, that is held out to choose the best epoch and the best
     configuration. None chooses by the validation set. Results are on the validation set in either case."""
-    max_length: int | None = None
+    max_length: int | None = field(
+        default=None, metadata=matters(as_=lambda config: _find_special_max_length(config.task))
+    )
     """Maximum number of tokens per sequence; None uses the task's default, or the model's limit if that is lower."""
-    submission: bool = field(default=False, metadata=NOT_IN_IDENTITY)
+    submission: bool = field(default=False, metadata=NEVER_MATTERS)
     """Also predict the test set and write the GLUE submission file."""
-    doc_stride: int = 128
+    doc_stride: int = field(default=128, metadata=FOR_SPANS)
     """Span tasks only: number of tokens shared by two neighbouring windows of a long context."""
-    n_best: int = 20
+    n_best: int = field(default=20, metadata=FOR_SPANS)
     """Span tasks only: number of candidate start positions, and of end positions, that are combined into spans."""
-    max_answer_length: int = 30
+    max_answer_length: int = field(default=30, metadata=FOR_SPANS)
     """Span tasks only: maximum number of tokens in an answer."""
-    packing: bool = True
+    packing: bool = field(
+        default=True, metadata=matters(if_=lambda config: find_task_spec(config.task).is_language_modelling)
+    )
     """Language modelling only: fill each block of `max_length` tokens, across the ends of documents. Documents of a
     block do not attend to each other where the model allows it. False gives each block tokens of one document only."""
-    whole_word: bool = False
+    whole_word: bool = field(
+        default=False, metadata=matters(if_=lambda config: find_task_spec(config.task).kind == "masked_lm")
+    )
     """`mlm` only: mask all tokens of a word or none."""
     stream: bool = False
     """Language modelling only: read and tokenize the training text during the training, instead of copying it into the
     cache first. Needs `trainer.max_steps` and validation data."""
-    shuffle_blocks: int = 1024
+    shuffle_blocks: int = field(default=1024, metadata=matters(if_=lambda config: config.task.stream))
     """With `stream`: number of consecutive blocks of a process that are shuffled together, rounded up to whole batches.
     A larger number shuffles better and needs more memory."""
 
@@ -62,15 +72,15 @@ class TaskConfig:
 class DataConfig:
     """Batching of the data and the cache of tokenized data."""
 
-    batch_size: int = 32
+    batch_size: int = field(default=32, metadata=matters(as_=lambda config: config.merged_batch_size))
     """Training examples per process and micro-batch."""
     eval_batch_size: int = 64
     """Examples per process and batch in forward passes without gradients."""
-    group_by_length: bool = True
+    group_by_length: bool = field(default=True, metadata=matters(if_=lambda config: not config.task.stream))
     """Build batches from examples of similar length. The order is still shuffled, and depends on the seed."""
-    num_workers: int = field(default=0, metadata=NOT_IN_IDENTITY)
+    num_workers: int = field(default=0, metadata=NEVER_MATTERS)
     """Number of worker processes that collate batches; 0 collates in the training process."""
-    cache_dir: str | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    cache_dir: str | None = field(default=None, metadata=NEVER_MATTERS)
     """Folder of the tokenized data, which runs share; None means $ISTAR_CACHE, or ~/.cache/istar if that is not set."""
 
     def __post_init__(self) -> None:
@@ -97,3 +107,8 @@ def find_task_spec(config: TaskConfig) -> TaskSpec:
     if config.validation_fraction is not None:
         return replace(spec, validation=(*spec.validation, HELD_OUT))
     return spec
+
+
+def _find_special_max_length(config: TaskConfig) -> int | None:
+    """Return `max_length`, or None if it is the task's default."""
+    return None if config.max_length == find_task_spec(config).max_length else config.max_length

@@ -66,14 +66,14 @@ def check_argument_types(prefix: str, function: Any, arguments: Mapping[str, Any
             raise UserError(f"{prefix}.{name}={value} is not of the expected type: {expected}")
 
 
-def redundant_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of the arguments with the default values of `lightning.Trainer`."""
+def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without those that have the default values of `lightning.Trainer`."""
     if not arguments:
-        return []
+        return {}
     from lightning import Trainer
 
     parameters = inspect.signature(Trainer).parameters
     defaults = {name: [parameters[name].default] for name in arguments}
     if "gradient_clip_algorithm" in arguments:
         defaults["gradient_clip_algorithm"].append("norm")  # what its default, None, means
-    return [name for name, value in arguments.items() if value in defaults[name]]
+    return {name: value for name, value in arguments.items() if value not in defaults[name]}

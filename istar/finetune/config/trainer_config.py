@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from istar.errors import UserError, check_at_least, check_one_of
-from istar.finetune.config.fields import FURTHER_KEYS, NOT_IN_IDENTITY
-from istar.finetune.config.trainer_arguments import check_trainer_arguments
+from istar.finetune.config.fields import FURTHER_KEYS, NEVER_MATTERS, matters
+from istar.finetune.config.trainer_arguments import check_trainer_arguments, without_defaults
 
 
 @dataclass
@@ -22,11 +22,11 @@ class TrainerConfig:
     max_steps: int | None = None
     """Number of optimizer steps after which training stops, within `max_epochs`; null stops after the epochs."""
     limit_train_batches: int | float = 1.0
-    """Number (2) or fraction (0.5) of an epoch's batches to train on; 1.0 or null uses all."""
+    """Number (2) or fraction (0.5) of an epoch's batches to train on; 1.0 uses all."""
     limit_val_batches: int | float = 1.0
-    """Number or fraction of a validation set's batches to predict; 1.0 or null uses all."""
+    """Number or fraction of a validation set's batches to predict; 1.0 uses all."""
     val_check_interval: int | float = 1.0
-    """Number of batches between two validations, or fraction of an epoch; 1.0 or null validates after each epoch."""
+    """Number of batches between two validations, or fraction of an epoch; 1.0 validates after each epoch."""
     check_val_every_n_epoch: int | None = 1
     """Epochs between two validations; null counts `val_check_interval` across epochs. Whatever the interval, the last
     step has a validation."""
@@ -36,55 +36,65 @@ class TrainerConfig:
     """Maximum norm of the gradient; null disables clipping."""
     precision: str = "32-true"
     """32-true, bf16-mixed, 16-mixed (CUDA only), or auto for the one that is fast on this machine."""
-    accelerator: str = field(default="auto", metadata=NOT_IN_IDENTITY)
+    accelerator: str = field(default="auto", metadata=NEVER_MATTERS)
     """Hardware to train on: auto, cpu, gpu, or another accelerator of Lightning."""
-    devices: Any = 1
+    devices: Any = field(
+        default=1, metadata=matters(as_=lambda config: 1 if config.is_exact_in_parallel else config.trainer.num_devices)
+    )
     """Number of devices per node, a list of device indices, or auto. Each device has one process."""
-    num_nodes: int = 1
+    num_nodes: int = field(default=1, metadata=matters(if_=lambda config: not config.is_exact_in_parallel))
     """Number of nodes (machines)."""
-    strategy: str = field(default="auto", metadata=NOT_IN_IDENTITY)
+    strategy: str = field(default="auto", metadata=NEVER_MATTERS)
     """auto, ddp, or fsdp, which shards the model over the processes; with several devices auto means ddp."""
     early_stopping: int | None = None
     """Number of validations without a better headline metric after which training stops; null never stops early."""
-    monitor_isotropy: bool = field(default=False, metadata=NOT_IN_IDENTITY)
+    monitor_isotropy: bool = field(default=False, metadata=NEVER_MATTERS)
     """Also log the InterSim, norms and ranks of each layer after every validation."""
     stop_at_inter_sim: float | None = None
     """Mean InterSim of the layers, in [-1, 1], that stops training if it persists; null never stops."""
-    inter_sim_patience: int = 2
+    inter_sim_patience: int = field(
+        default=2, metadata=matters(if_=lambda config: config.trainer.stop_at_inter_sim is not None)
+    )
     """Number of consecutive validations that must reach `stop_at_inter_sim`."""
     checkpoints: bool = True
     """Keep the best and the latest state. Without checkpoints, a run returns its last weights and cannot be resumed."""
-    checkpoint_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    checkpoint_every_n_steps: int | None = field(default=None, metadata=NEVER_MATTERS)
     """Optimizer steps between two checkpoints within an epoch; null writes none by this rule."""
-    checkpoint_every_n_minutes: float | None = field(default=10.0, metadata=NOT_IN_IDENTITY)
+    checkpoint_every_n_minutes: float | None = field(default=10.0, metadata=NEVER_MATTERS)
     """Minutes between two checkpoints within an epoch; null writes none by this rule."""
-    keep_models: Any = field(default=None, metadata=NOT_IN_IDENTITY)
+    keep_models: Any = field(default=None, metadata=NEVER_MATTERS)
     """Optimizer steps after which the model is kept as `models/step-<n>/`: log (0, 1, 2, 4, ..., 512, then every 1000),
     or a number n for every n steps; in both cases also the last step. null keeps none."""
-    measure_every_n_steps: int | None = field(default=None, metadata=NOT_IN_IDENTITY)
+    measure_every_n_steps: int | None = field(default=None, metadata=NEVER_MATTERS)
     """Optimizer steps between two measurements of each layer's geometry, which are also made before training and at its
     end; null measures none."""
-    measure_examples: int = field(default=64, metadata=NOT_IN_IDENTITY)
+    measure_examples: int = field(default=64, metadata=NEVER_MATTERS)
     """Number of examples of the first validation set that `measure_every_n_steps` measures: a random sample, always the
     same one."""
-    # Not in the identity: a run that finishes with `stop` has had no step that `skip` would have skipped.
-    nonfinite: str = field(default="stop", metadata=NOT_IN_IDENTITY)
+    # Never matters: a run that finishes with `stop` has had no step that `skip` would have skipped.
+    nonfinite: str = field(default="stop", metadata=NEVER_MATTERS)
     """Reaction to a NaN or infinite loss or gradient: stop the run, or skip the optimizer step."""
     deterministic: bool | str = False
     """Use deterministic algorithms only; warn allows others, with a warning, where there is no deterministic one."""
     fast_dev_run: bool = False
     """Run one batch of training, validation and prediction, without checkpoints, to test a config."""
-    log_every_n_steps: int = field(default=10, metadata=NOT_IN_IDENTITY)
+    log_every_n_steps: int = field(default=10, metadata=NEVER_MATTERS)
     """Optimizer steps between two logged steps."""
-    progress_bar: bool = field(default=True, metadata=NOT_IN_IDENTITY)
+    progress_bar: bool = field(default=True, metadata=NEVER_MATTERS)
     """Print a line for each epoch and, on a terminal, show a bar of what the run does."""
-    lightning: dict[str, Any] = field(default_factory=dict, metadata=FURTHER_KEYS)
+    lightning: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=FURTHER_KEYS | matters(as_=lambda config: without_defaults(config.trainer.lightning)),
+    )
     """Further arguments of `lightning.Trainer` by name, which are keys of the group: trainer.max_time=00:12:00:00."""
 
     def __post_init__(self) -> None:
         check_trainer_arguments(self.lightning, [f.name for f in fields(self)])
         for name in ("limit_train_batches", "limit_val_batches", "val_check_interval"):
-            self._check_batch_limit(name)
+            value = getattr(self, name)
+            if not (value > 0 if type(value) is int else isinstance(value, float) and 0 < value <= 1):
+                expected = "a number of batches above 0, or a fraction in (0, 1]"
+                raise UserError(f"trainer.{name}={value}; expected {expected}")
         for name in (
             "max_epochs", "max_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "early_stopping",
             "inter_sim_patience", "log_every_n_steps", "checkpoint_every_n_steps", "measure_every_n_steps",
@@ -114,6 +124,21 @@ class TrainerConfig:
         check_one_of("trainer.nonfinite", self.nonfinite, ("stop", "skip"))
         check_one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed", "auto"))
 
+    @property
+    def num_devices(self) -> int:
+        """Number of devices per node."""
+        if type(self.devices) is int and self.devices > 0:
+            return self.devices
+        # `auto`, -1 or a list depend on the hardware.
+        from istar.finetune.training.trainer import build_bare_trainer
+
+        return build_bare_trainer(self).num_devices
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on all nodes."""
+        return self.num_devices * self.num_nodes
+
     def _check_end(self) -> None:
         """Check further arguments of Lightning about the end of the training, which needs a validation."""
         max_time = self.lightning.get("max_time")
@@ -131,11 +156,3 @@ class TrainerConfig:
                     f"trainer.{name}={self.lightning[name]} may require more steps than trainer.max_steps="
                     f"{self.max_steps} allows; leave out one of them"
                 )
-
-    def _check_batch_limit(self, name: str) -> None:
-        """Replace null by 1.0, which means the same, and check that a field is a number of batches or a fraction."""
-        value = getattr(self, name)
-        if value is None:
-            setattr(self, name, 1.0)
-        elif not (value > 0 if type(value) is int else isinstance(value, float) and 0 < value <= 1):
-            raise UserError(f"trainer.{name}={value}; expected a number of batches above 0, or a fraction in (0, 1]")

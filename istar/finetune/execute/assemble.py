@@ -80,7 +80,7 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     model = build_model(config.model, spec, prepared.model_config, tokenizer)
     # Created before the penalty is attached, because this runs the model on a trial input.
     collate = make_collator(spec, config, tokenizer, model)
-    penalty = config.reg.attach(model, special_ids(tokenizer), config.seed)
+    penalty = config.reg.attach(model, special_ids(tokenizer), config.seed, config.trainer.precision)
     module = _make_module(config, spec, model, penalty, data)
     if getattr(module.model.config, "output_router_logits", False) and not module.adds_to_loss:
         raise UserError(

@@ -38,7 +38,7 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
 
 def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
     """Describe the first requested output that a finished run lacks, and the setting to accept this; empty if none."""
-    if record.is_smoke and not config.run.smoke:
+    if record.is_smoke and not config.is_smoke:
         return "is a smoke run, which is never counted"
     outputs = {
         "submission/": ("task.submission", config.task.submission),

@@ -6,8 +6,7 @@ runs without training.
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,23 +67,7 @@ def make_key(config: Config, data_fingerprint: str, model_identity: str) -> RunK
     `data_fingerprint` is a hash of the training and validation examples; for a stream, of its `DocumentStream.digest`.
     """
     # As JSON stores them, so that a key that is read from a file equals the key that was written.
-    return RunKey(json.loads(json.dumps(_list_settings(config))), data_fingerprint, model_identity)
-
-
-def _list_settings(config: Config) -> dict[str, Any]:
-    settings = _select_identity_values(Config, settings_of(config))
-    return settings | ({"reg": {"name": "none"}} if settings["reg"].get("lambda") == 0 else {})
-
-
-def _select_identity_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config without the fields marked `NOT_IN_IDENTITY` in its dataclass."""
-    excluded_names = {f.name for f in fields(config_class) if not f.metadata.get("identity", True)}
-    class_by_name: dict[str, Any] = {f.name: f.type for f in fields(config_class) if is_dataclass(f.type)}
-    return {
-        key: _select_identity_values(class_by_name[key], value) if key in class_by_name else value
-        for key, value in values.items()
-        if key not in excluded_names
-    }
+    return RunKey(json.loads(json.dumps(settings_of(config))), data_fingerprint, model_identity)
 
 
 def name_run(config: Config, key: RunKey) -> str:

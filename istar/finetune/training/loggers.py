@@ -243,7 +243,7 @@ def _start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id
         "name": folder.name,
         "group": settings.group,
         "job_type": config.reg.name,
-        "tags": [*settings.tags, *(["smoke"] if config.run.smoke else [])],
+        "tags": [*settings.tags, *(["smoke"] if config.is_smoke else [])],
         "dir": folder,
         "config": to_dict(config),
         "settings": wandb.Settings(init_timeout=_INIT_TIMEOUT_SECONDS, finish_timeout=_FINISH_TIMEOUT_SECONDS),

@@ -1,5 +1,6 @@
 """The options of the group `reg` and the penalties that are built from them."""
 
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import transformers as hf
 from torch import nn
 
 from istar.errors import UserError
-from istar.finetune.config.penalties import PENALTIES, NoRegConfig, PenaltyConfig
-from istar.hidden_states import EmbeddingPenalty, HiddenStatePenalty
+from istar.finetune.config.penalties import PENALTIES, NoRegConfig
+from istar.finetune.config.reg_config import PenaltyConfig
+from istar.hidden_states import EmbeddingPenalty, HiddenStatePenalty, PenaltySettings
 from istar.regularizers import Points, SetPoint
 
 COMMON = {"weight": 2.0, "layers": [1], "include_padding": True, "sync": False}
@@ -34,131 +36,104 @@ def make_tiny_model() -> hf.PreTrainedModel:
     return hf.GPT2LMHeadModel(config)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_reaches_its_penalty(name: str) -> None:
-    kind, options = PENALTIES[name], {**COMMON, **OPTIONS[name]}
+def penalty_config(name: str, **options: Any) -> Any:
+    """Return the config of a penalty; other options of `reg` are no penalties."""
+    kind = PENALTIES[name]
     assert issubclass(kind, PenaltyConfig)
-    default, changed = kind().build(), kind(**options).build()
-    assert type(changed) is kind.penalty_class
+    return kind(**options)
+
+
+def attach(config: Any, special_ids: tuple[int, ...] = (1, 2), seed: int = 3, precision: str = "32-true") -> Any:
+    return config.attach(make_tiny_model(), special_ids, seed, precision)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_have_the_defaults_of_the_penalty_and_reach_it(name: str) -> None:
+    options = {**COMMON, **OPTIONS[name]}
+    default, changed = penalty_config(name).make(), penalty_config(name, **options).make()
+    kind = type(changed)
+    assert repr(default) == repr(kind())
+    assert {option.name for option in fields(kind) if option.init} == {*options, "group", "set_point"} | (
+        {"estimator"} if "zeta" in options else set()
+    )
     for key, value in options.items():
         assert getattr(default, key) != value
         assert getattr(changed, key) == value
     target = {"uniformity": -0.5, "kurtosis": 2.5}.get(name, 0.5)
-    assert kind(target_score=target).build().set_point == SetPoint(target)
+    assert penalty_config(name, target_score=target).make().set_point == SetPoint(target)
+    assert penalty_config(name, target_score=None).make().set_point is None
 
 
-def test_every_setting_reaches_the_attached_penalty() -> None:
-    config = PENALTIES["istar"](
-        points="content", max_norm_ratio=4.0, num_points=70, refresh_every_n_steps=3, schedule="linear", warmup=0.5
-    )
-    attached = config.attach(make_tiny_model(), (1, 2), seed=3)
+def test_settings_have_the_defaults_of_the_trainer_and_reach_it() -> None:
+    assert attach(penalty_config("istar")).settings == PenaltySettings(Points(special_ids=(1, 2)), seed=3)
+    options = {"num_points": 70, "refresh_every_n_steps": 3, "schedule": "linear", "warmup": 0.5, "sample": 0.5}
+    attached = attach(penalty_config("istar", points="content", max_norm_ratio=4.0, **options))
     assert isinstance(attached, HiddenStatePenalty)
-    settings = attached.settings
-    assert (settings.points, settings.num_points, settings.seed) == (Points("content", 4.0, (1, 2)), 70, 3)
-    assert settings.refresh_every_n_steps == 3
-    assert [settings.weight_at(step, 4, -2.0) for step in range(5)] == [0, -1, -2, -1, 0]
-    assert PENALTIES["cosreg"]().attach(make_tiny_model(), (1, 2), seed=3).settings.points.are_all
-    assert NoRegConfig().attach(make_tiny_model(), (), 0) is None
+    settings = asdict(attached.settings)
+    assert {key: settings[key] for key in options} == options
+    assert attached.settings.points == Points("content", 4.0, (1, 2))
+    assert attach(NoRegConfig()) is None
 
 
 def test_the_target_its_rows_and_the_seed_reach_the_attached_penalty() -> None:
     penalties = [
-        PENALTIES["cosreg"](target="output_embeddings", rows=rows).attach(make_tiny_model(), (), seed=seed)
+        attach(penalty_config("cosreg", target="output_embeddings", rows=rows), seed=seed)
         for rows, seed in ((5, 3), (5, 4), (None, 3))
     ]
-    assert all(isinstance(attached, EmbeddingPenalty) for attached in penalties)
     assert len({attached.loss().item() for attached in penalties}) == 3
     assert [attached.penalty.last.points.item() for attached in penalties] == [5, 5, 20]
-    config = PENALTIES["istar"](target="input_embeddings", zeta=0.8)
-    assert config.zeta == 0
-    assert isinstance(config.attach(make_tiny_model(), (), 0), EmbeddingPenalty)
+    # The rows of a matrix need no shrinkage covariance.
+    assert isinstance(attach(penalty_config("istar", target="input_embeddings", zeta=0.8)), EmbeddingPenalty)
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "expected"),
+    [
+        ("32-true", {}, "float32"),
+        ("16-mixed", {}, "float32"),
+        ("bf16-mixed", {}, "bf16"),
+        ("bf16-mixed", {"compute": "float32"}, "float32"),
+        ("32-true", {"compute": "bf16"}, "bf16"),
+        ("bf16-mixed", {"zeta": "auto"}, "float32"),
+        ("bf16-mixed", {"estimator": "unbiased"}, "float32"),
+    ],
+)
+def test_products_follow_the_trainers_precision(precision: str, options: dict[str, Any], expected: str) -> None:
+    assert attach(penalty_config("istar", **options), precision=precision).penalty.compute == expected
 
 
 def test_the_placebos_without_a_penalty() -> None:
-    decay, dropout = PENALTIES["weight_decay"](weight=0.3), PENALTIES["dropout"](weight=0.4)
+    decay, dropout = PENALTIES["weight_decay"](weight=0.3), PENALTIES["dropout"](weight=0.4)  # type: ignore[call-arg]
     assert (decay.weight_decay(0.01), dropout.weight_decay(0.01)) == (0.3, 0.01)
     model = make_tiny_model()
     probabilities = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    assert decay.attach(model, (), 0) is None
+    assert decay.attach(model, (), 0, "32-true") is None
     assert probabilities == [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    dropout.attach(model, (), 0)
+    dropout.attach(model, (), 0, "32-true")
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.4}
     with pytest.raises(UserError, match="reg=dropout: Linear has no dropout modules"):
-        dropout.attach(nn.Linear(2, 2), (), 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("weight_decay", {"weight": 0.0}, r"reg\.lambda=0; expected a finite number above 0"),
-        ("dropout", {"weight": 1.0}, r"reg\.lambda=1; with reg=dropout, expected a probability between 0 and 1"),
-        ("dropout", {"weight": 0.0}, r"reg\.lambda=0; with reg=dropout, expected"),
-        ("vicreg", {"variance_weight": -1.0}, r"reg\.variance_weight=-1; expected a finite number of at least 0"),
-        ("vicreg", {"covariance_weight": float("nan")}, r"reg\.covariance_weight=nan; expected"),
-        ("uniformity", {"temperature": 0.0}, r"reg\.temperature=0; expected a finite number above 0"),
-        ("uniformity", {"target_score": 0.5}, r"reg\.target_score=0\.5; expected a number above -inf and below 0"),
-        ("kurtosis", {"target_score": 0.5}, r"reg\.target_score=0\.5; expected a number above 1"),
-        ("sigreg", {"directions": 0}, r"reg\.directions=0 is too small"),
-        ("spectrum", {"decay": "linear"}, r"reg\.decay=linear is not known"),
-        ("spectrum", {"rate": -1.0}, r"reg\.rate=-1; expected a finite number of at least 0"),
-        ("simctg", {"margin": 2.0}, r"reg\.margin=2; expected a number from -1 to 1"),
-        ("simctg", {"points": "first"}, r"reg\.points=first leaves no pairs"),
-        ("simctg", {"points": "last"}, r"reg\.points=last leaves no pairs"),
-        ("simctg", {"target": "input_embeddings"}, r"reg\.target=input_embeddings has no sequences"),
-        ("vicreg", {"gamma": 0.0}, r"reg\.gamma=0; expected a finite number above 0"),
-    ],
-)
-def test_settings_of_a_peer_that_do_not_fit_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        PENALTIES[name](**settings)
-
-
-def test_the_kurtosis_has_the_paper_s_target() -> None:
-    assert PENALTIES["kurtosis"]().build().set_point == SetPoint(1.8)
-    assert PENALTIES["kurtosis"](target_score=None).build().set_point is None
+        dropout.attach(nn.Linear(2, 2), (), 0, "32-true")
 
 
 @pytest.mark.parametrize("name", ["cosreg", "istar"])
-def test_the_set_point_reaches_the_penalty(name: str) -> None:
-    kind = PENALTIES[name]
-    config = kind(weight=-2.0, target_score=0.2, side="above")
-    assert config.build().set_point == SetPoint(0.2, "above")
-    assert config.weight == 2  # the sign has no meaning, so that both signs are one run
-    assert kind(target_score="keep", target_batches=3).build().set_point == SetPoint("keep", batches=3)
-    assert kind(target_score="0.2").build().set_point == SetPoint(0.2)
-    assert kind(weight=-2.0).weight == -2
-    assert kind().build().set_point is None
+def test_a_target_score_has_a_side_and_no_sign_of_lambda(name: str) -> None:
+    penalty = penalty_config(name, weight=-2.0, target_score=0.2, side="above").make()
+    assert (penalty.set_point, penalty.weight) == (SetPoint(0.2, "above"), 2)
+    kept = penalty_config(name, weight=-2.0, target_score="keep", target_batches=3).make()
+    assert (kept.set_point, kept.weight) == (SetPoint("keep", batches=3), 2)
+    assert penalty_config(name, weight=-2.0).make().weight == -2
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"target_score": 1.5}, r"reg\.target_score=1\.5; expected a number above 0 and below 1, or keep"),
-        ({"target_score": "held"}, r"reg\.target_score=held is neither a number nor keep"),
-        ({"target_score": 0.1, "side": "left"}, r"reg\.side=left is not known"),
-        ({"side": "above"}, r"reg\.side=above has no effect without reg\.target_score"),
-        ({"target_batches": 3, "target_score": 0.2}, r"reg\.target_batches=3 has no effect without"),
-        ({"target_batches": 0, "target_score": "keep"}, r"reg\.target_batches=0 is too small"),
-        ({"target_score": "keep", "schedule": "warmup", "warmup": 0.1}, r"reg\.target_score=keep takes the score"),
-        ({"points": "contents"}, r"reg\.points=contents is not known; did you mean content"),
-        ({"target": "embeddings"}, r"reg\.target=embeddings is not known"),
-        ({"schedule": "exponential"}, r"reg\.schedule=exponential is not known"),
-        ({"schedule": "linear", "warmup": 2.0}, r"reg\.warmup=2 is outside \[0, 1\]"),
-        ({"warmup": 0.1}, r"reg\.warmup=0\.1 has no effect with schedule=constant"),
-        ({"schedule": "warmup"}, r"reg\.schedule=warmup needs a warmup above 0"),
-        ({"rows": 1, "target": "input_embeddings"}, r"reg\.rows=1 is too small"),
-        ({"rows": 10}, r"reg\.rows=10 needs target=input_embeddings or output_embeddings"),
-        ({"max_norm_ratio": 1.0}, r"reg\.max_norm_ratio=1 "),
-        ({"points": "last", "target": "input_embeddings"}, r"reg\.target=input_embeddings has rows"),
-        ({"refresh_every_n_steps": 0}, r"reg\.refresh_every_n_steps=0 is too small"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as error:
-        PENALTIES["istar"](**settings)
-    assert "\n" not in str(error.value)
+def test_the_kurtosis_has_the_paper_s_target() -> None:
+    assert penalty_config("kurtosis").make().set_point == SetPoint(1.8)
+
+
+def test_the_layers_of_the_penalty_must_exist() -> None:
+    penalty_config("istar", layers=[0, 2]).check_layers(2)
+    with pytest.raises(UserError, match=r"layer"):
+        penalty_config("istar", layers=[3]).check_layers(2)
 
 
 def test_content_needs_a_tokenizer_with_special_tokens() -> None:
     with pytest.raises(UserError, match=r"reg\.points=content leaves out special tokens, but the tokenizer has none"):
-        PENALTIES["cosreg"](points="content").attach(make_tiny_model(), (), seed=0)
+        attach(penalty_config("cosreg", points="content"), special_ids=())

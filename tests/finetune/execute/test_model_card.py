@@ -44,7 +44,7 @@ def test_the_card_of_a_run_on_the_hubs_data(small: Build) -> None:
         "run", config, metrics=scores, data_commit="c" * 40, baseline={"accuracy": 0.35},
         selection={"set": "held_out", "metric": "accuracy_held_out", "value": 0.8},
     )  # fmt: skip
-    card = ModelCard(make_model_card(record, find_task_spec(config.task), config.reg.build().citation))
+    card = ModelCard(make_model_card(record, find_task_spec(config.task), config.reg.make().citation))
     data = card.data
     assert (data.base_model, data.datasets, data.library_name) == (
         "google-bert/bert-base-cased", ["nyu-mll/glue"], "transformers",

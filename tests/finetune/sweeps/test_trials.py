@@ -304,7 +304,7 @@ def test_values_are_composed_as_by_hydra_whatever_the_run_before(make_sweeper: C
         ("seed=4",),
         ("reg.layers=[1,2]", "trainer.val_check_interval=2", "logger.also={CSVLogger: {name: x}}"),
         ("reg.layers=last", "trainer.val_check_interval=0.5", "reg.zeta=auto", "task.data_dir=null"),
-        ("trainer.max_time=00:12:00:00", "seed=${trainer.max_epochs}", "trainer.limit_train_batches=null"),
+        ("trainer.max_time=00:12:00:00", "seed=${trainer.max_epochs}", "trainer.early_stopping=null"),
         ("reg=cosreg", "reg.lambda=1", "model=small_decoder", "model.config.hidden_size=12"),
         ("seed=5", "run.root='a b'", "trainer.monitor_isotropy=true"),
     ):
