@@ -17,7 +17,7 @@ from istar.finetune.config import ModelConfig
 from istar.finetune.execute import extras
 from istar.geometry.collect import measure, memory, similarity
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
-from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.layer_outputs import MeasuredModel
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.hidden_states.offloading import find_input_device
@@ -104,10 +104,12 @@ def test_offloaded_weights_have_the_dtype_of_the_others(folder: Path) -> None:
 
 def test_states_come_from_all_places(folder: Path) -> None:
     model = load_encoder(ModelConfig(str(folder / "model")), TOKENIZER, torch.float32, **place_layers(2, "disk"))
-    taps = Taps(model)
-    states = taps({"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)})
-    assert find_input_device(model) == taps.device == CPU
-    assert taps.devices == dict.fromkeys(taps.names, CPU)
+    measured_model = MeasuredModel(model)
+    states = measured_model(
+        {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+    )
+    assert find_input_device(model) == measured_model.device == CPU
+    assert measured_model.devices == dict.fromkeys(measured_model.names, CPU)
     assert list(states) == ["embeddings", "layer_1", "layer_2", "layer_3", "layer_4", "final_norm"]
 
 
