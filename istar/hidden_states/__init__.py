@@ -1,4 +1,4 @@
-"""How a penalty reads the hidden states of a model: `attach`, hooks, layers, and the covariance Sigma_S.
+"""The reader of a model's hidden states, and what uses it: `attach`, and the covariance Sigma_S.
 
 This package depends on torch only.
 """

@@ -116,7 +116,7 @@ class HiddenStatePenalty(AttachedPenalty):
     @property
     def num_layers(self) -> int:
         """Number of layers that the penalty reads in each pass."""
-        return self._reader.num_selected
+        return len(self._reader.names)
 
     def loss(self) -> Tensor:
         """Compute the weighted penalty of the latest forward pass, to be added to the task loss.
@@ -166,7 +166,17 @@ class HiddenStatePenalty(AttachedPenalty):
             return 0
         if not 0 <= momentum < 1:
             raise UserError(f"momentum is {momentum}; expected a number from 0 to below 1")
-        moments = hidden_state_moments(self._model, loader, num_points, penalty, self._modules, self.settings.points)
+        moments = hidden_state_moments(
+            self._model,
+            loader,
+            num_points,
+            penalty.layers,
+            penalty.include_padding,
+            penalty.sync,
+            penalty.group,
+            self._modules,
+            self.settings.points,
+        )
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:
             covariance = torch.lerp(covariance, previous.to(covariance), momentum)

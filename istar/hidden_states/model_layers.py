@@ -8,7 +8,7 @@ outputs of all layers and then of the final norm, but no embeddings.
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,23 +35,42 @@ class ModelLayers:
             head, or any model that the caller passed together with its layer modules.
         modules: modules that output the hidden states, in the model's order. If empty, no module returns them
             unchanged, and the model must be called with `output_hidden_states=True`.
-        num_layers: L, the number of hidden states after the embedding output.
-        ends_with_norm: whether the last hidden state is the output of the final norm instead of the last layer.
+        names: names of the states by number; see `name_states`. Of modules that the caller named, their names, from 1.
+        num_layers: L, the number of layers.
+        ends_with_output: whether the last hidden state that the model returns is its first output: of the final norm,
+            or of layer L if there is no norm.
         is_transformers: whether the base model is a transformers model.
         returns_embeddings: whether the first returned hidden state is the embedding output.
     """
 
     base_model: nn.Module
     modules: tuple[nn.Module, ...]
+    names: Mapping[int, str]
     num_layers: int
-    ends_with_norm: bool
-    is_transformers: bool
+    ends_with_output: bool
+    is_transformers: bool = True
     returns_embeddings: bool = True
 
     @property
     def is_shared(self) -> bool:
         """Whether one module computes several layers, as in ALBERT."""
         return 0 < len(self.modules) < self.num_layers
+
+
+class Call(NamedTuple):
+    """A call of a module in a trial."""
+
+    module: nn.Module
+    input: Tensor | None  # first argument, if it is a tensor
+    output: Tensor | None  # output or its first element, if it is a tensor
+
+
+class TrialPass(NamedTuple):
+    """Result of a model for a few tokens."""
+
+    states: tuple[Tensor, ...]  # hidden states that the model returns, `(1, tokens, d)` each
+    last_state: Tensor  # first output of the model
+    calls: list[Call]  # calls of all modules, ordered by their end
 
 
 def find_layers(model: nn.Module) -> ModelLayers:
@@ -66,16 +85,21 @@ def find_layers(model: nn.Module) -> ModelLayers:
     modules = declared_layers(base_model)
     config: Any = base_model.config
     num_layers = max(int(getattr(config.get_text_config(), "num_hidden_layers", 0)), len(modules))
+    if not modules and _reads_text(base_model):
+        return _find_layers_by_trial(base_model, run_trial(base_model, model), num_layers)
     if 0 < len(modules) < num_layers:
         # A module may compute several layers, as in ALBERT, or the config may count an encoder's layers, as for BART.
         num_layers = len(run_trial(base_model, model).states) - 1
-    if modules or not _reads_text(base_model):
-        ends_with_norm = len(modules) > 0 and getattr(config, "tie_last_hidden_states", None) is not False
-        return ModelLayers(base_model, tuple(modules), num_layers, ends_with_norm, is_transformers=True)
-    states, last_state, calls = run_trial(base_model, model)
+    ends_with_output = len(modules) > 0 and getattr(config, "tie_last_hidden_states", None) is not False
+    return ModelLayers(base_model, tuple(modules), name_states(num_layers), num_layers, ends_with_output)
+
+
+def _find_layers_by_trial(base_model: nn.Module, trial: TrialPass, num_layers: int) -> ModelLayers:
+    """Return the layers of a base model that does not declare them; the config says that there are `num_layers`."""
+    states, last_state, calls = trial
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
-    ends_with_last = _are_equal(states[-1], last_state)
-    for blocks in lists if ends_with_last else ():
+    ends_with_output = _are_equal(states[-1], last_state)
+    for blocks in lists if ends_with_output else ():
         block_calls = [call for call in calls if call.module in set(blocks)]
         if len(block_calls) == len(states) - 1:
             outputs = [call.output for call in block_calls]
@@ -84,7 +108,8 @@ def find_layers(model: nn.Module) -> ModelLayers:
             # The last state may be the output of a norm after the last layer.
             if starts_with_layer or (starts_with_input and all(map(_are_equal, outputs[:-1], states[1:]))):
                 called = tuple(dict.fromkeys(call.module for call in block_calls))
-                return ModelLayers(base_model, called, len(outputs), True, True, not starts_with_layer)
+                names = name_states(len(outputs))
+                return ModelLayers(base_model, called, names, len(outputs), True, True, not starts_with_layer)
     # No module returns these states unchanged: XLNet, for example, orders the dimensions differently.
     in_lists = {block for blocks in lists for block in blocks}
     starts_with_layer = any(
@@ -92,56 +117,18 @@ def find_layers(model: nn.Module) -> ModelLayers:
         for call in calls
         if call.module in in_lists
     )
-    if starts_with_layer or not ends_with_last or len(states) != num_layers + 1:
+    if starts_with_layer or not ends_with_output or len(states) != num_layers + 1:
         raise UserError(
             f"{type(base_model).__name__} returns {len(states)} hidden states; expected the embeddings and the outputs "
             f"of {num_layers} layers: choose another model, or name the layers with modules=[...]"
         )
-    return ModelLayers(base_model, (), num_layers, ends_with_norm=False, is_transformers=True)
+    return ModelLayers(base_model, (), name_states(num_layers), num_layers, ends_with_output=True)
 
 
-class ReturnedStates:
-    """Puts the hidden states returned in evaluation into the order of the layers, as `istar measure` does.
-
-    The embeddings come first, then the output of each layer, before the final norm if there is one. Most models return
-    the output of the final norm in place of the last layer. A hook on the norm therefore records its input. In models
-    that do not return embeddings, like Mamba, a hook on the first layer records them.
-
-    Args:
-        model: a transformers model. It is tried on a few tokens to find its final norm.
-
-    Raises:
-        UserError: as `find_layers` and `run_trial`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = find_layers(model)
-        self._embeddings: Tensor | None = None
-        self._last_output: Tensor | None = None
-        base_model = self._layers.base_model
-        norm = find_final_norm(base_model, run_trial(base_model, base_model))
-        if norm is not None:
-            norm.register_forward_pre_hook(self._record_last_output)
-        if not self._layers.returns_embeddings:
-            self._layers.modules[0].register_forward_pre_hook(self._record_embeddings, with_kwargs=True)
-
-    def sort(self, returned_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return hidden states 0 to L of the latest call without gradients, given its output's `hidden_states`."""
-        embeddings, last_output = self._embeddings, self._last_output
-        self._embeddings = self._last_output = None
-        if not self._layers.returns_embeddings:
-            assert embeddings is not None
-            return (embeddings, *returned_states[:-1])
-        return tuple(returned_states) if last_output is None else (*returned_states[:-1], last_output)
-
-    # In training, recorded tensors would keep the graph of the pass alive.
-    def _record_embeddings(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            self._embeddings = args[0] if args else kwargs["hidden_states"]
-
-    def _record_last_output(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled():
-            self._last_output = args[0]
+def name_states(num_layers: int) -> dict[int, str]:
+    """Return the names of the states of a transformers model by number; the norm's output has number L + 1."""
+    layers = {number: f"layer_{number}" for number in range(1, num_layers + 1)}
+    return {0: "embeddings", **layers, num_layers + 1: "final_norm"}
 
 
 def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
@@ -150,7 +137,9 @@ def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> Model
         raise UserError("a module is named twice among the given modules; its outputs would count twice")
     # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
-    return ModelLayers(unwrapped, tuple(modules), len(modules), ends_with_norm=False, is_transformers=False)
+    module_names = {module: name for name, module in unwrapped.named_modules()}
+    names = {number: module_names.get(module, f"module_{number}") for number, module in enumerate(modules, start=1)}
+    return ModelLayers(unwrapped, tuple(modules), names, len(modules), ends_with_output=False, is_transformers=False)
 
 
 def find_head_model(model: nn.Module) -> nn.Module:
@@ -226,22 +215,6 @@ def _reads_text(base_model: nn.Module) -> bool:
     return base_model.main_input_name == "input_ids"
 
 
-class Call(NamedTuple):
-    """A call of a module in a trial."""
-
-    module: nn.Module
-    input: Tensor | None  # first argument, if it is a tensor
-    output: Tensor | None  # output or its first element, if it is a tensor
-
-
-class TrialPass(NamedTuple):
-    """Result of a model for a few tokens."""
-
-    states: tuple[Tensor, ...]  # hidden states that the model returns, `(1, tokens, d)` each
-    last_state: Tensor  # first output of the model
-    calls: list[Call]  # calls of all modules, ordered by their end
-
-
 @torch.no_grad()
 def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
     """Run a base model on a few tokens in eval mode; training modes and random numbers stay unchanged.
@@ -281,8 +254,13 @@ def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
     return TrialPass(output.hidden_states, output[0], calls)
 
 
-def find_final_norm(base_model: nn.Module, trial: TrialPass) -> nn.Module | None:
-    """Return the normalization outside the layers that outputs the last hidden state, or None without one."""
+def find_final_norm(base_model: nn.Module) -> nn.Module | None:
+    """Return the normalization outside the layers that outputs the last hidden state, or None without one.
+
+    Raises:
+        UserError: as `run_trial`.
+    """
+    trial = run_trial(base_model, base_model)
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
     in_layers = {part for module in lists for part in module.modules()}
     for module, _, output in trial.calls:

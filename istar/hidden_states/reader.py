@@ -1,12 +1,10 @@
-"""Forward hooks that read a model's hidden states while the model computes them.
+"""The reader of a model's hidden states, by forward hooks.
 
-A hook on each layer reads the same tensors that `output_hidden_states=True` returns, but they can be freed before the
-end of the pass. Transformers models that do not declare their layers are called with `output_hidden_states=True`
-instead.
+The states are `embeddings`, the input of the first layer; `layer_1` to `layer_L`, the outputs of the layers; and
+`final_norm`, the output of a norm after the last layer, if there is one. Of modules that the caller names, the states
+are their outputs, under the modules' names. The hooks only keep references; all else happens at the end of a pass.
 
-Layerdrop (OPT) skips random layers. The other layers keep their numbers, and skipped layers lack a hidden state. The
-output of the final norm is hidden state L, and replaces the output of the last layer that ran; if no layer ran, it is
-not read. `layers="all"` therefore always selects what `output_hidden_states=True` returns after the embedding output.
+Layerdrop (OPT) skips random layers. The other layers keep their numbers, and skipped layers lack a state.
 """
 
 import sys
@@ -22,8 +20,13 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names
-from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
-from istar.measures.moments import layers_per_block
+from istar.hidden_states.model_layers import (
+    ModelLayers,
+    find_final_norm,
+    find_head_model,
+    find_layers,
+    layers_from_modules,
+)
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
 Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
@@ -32,21 +35,13 @@ Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
 
 @dataclass
 class _Pass:
-    """A forward pass that is being read.
-
-    `states` and `deferred_states` are the hidden states that are not summarized yet, with their layer numbers. The
-    former are summarized when they fill a block, see `layers_per_block`, the latter at the end of the pass. With
-    `is_deferred`, all states are.
-    """
+    """A forward pass that is being read: the states so far, with their numbers, and the layers that were called."""
 
     tokens: Tokens
     has_gradients: bool
     may_skip: bool
-    is_deferred: bool
-    called_layers: list[int] = field(default_factory=list)
-    summaries: list[Any] = field(default_factory=list)
     states: list[tuple[int, Tensor]] = field(default_factory=list)
-    deferred_states: list[tuple[int, Tensor]] = field(default_factory=list)
+    called_layers: list[int] = field(default_factory=list)
     # Numbers of the layers that ran without gradients, as inside a reentrant checkpoint.
     layers_without_gradients: set[int] = field(default_factory=set)
 
@@ -65,18 +60,36 @@ def _load_compiler_option() -> None:
     """Keep torch.compile out of `_UncompiledHook`, if the compiler is loaded, as by transformers' models."""
     call: Any = _UncompiledHook.__call__
     if "torch._dynamo" in sys.modules and not hasattr(call, "__wrapped__"):
-        reason = "an attached penalty of istar reads hidden states outside of the graph: compile with fullgraph=False"
+        reason = "a penalty of istar reads hidden states outside of the graph: compile with fullgraph=False"
         _UncompiledHook.__call__ = torch.compiler.disable(call, reason=reason)  # type: ignore[method-assign]
 
 
+def choose_penalized_states(layers: ModelLayers, selected: Layers) -> list[int]:
+    """Return the numbers of the states that a penalty on the selected layers reads, ascending.
+
+    The published code penalizes the hidden states that transformers returns. In the place of layer L, these have the
+    output of the model, after the final norm. A penalty therefore reads `final_norm` instead of `layer_L`; without a
+    norm, both are equal. It also replaces the last layer that runs if layerdrop skips layer L.
+    """
+    numbers = layer_numbers(layers.num_layers, selected)
+    if layers.ends_with_output and numbers[-1] == layers.num_layers:
+        numbers[-1] = layers.num_layers + 1
+    return numbers
+
+
 class HiddenStateReader:
-    """Applies a function to the hidden states of the selected layers in each forward pass of a model.
+    """Reads the hidden states of a model's forward passes.
+
+    `call` returns the states of a pass by name. With `summarize`, the reader applies this function to the states of
+    each pass for which `is_active` returns True, and `take` returns the summaries.
 
     Args:
         model: a transformers model, bare, with a head, or inside of another module such as a PEFT or DDP wrapper. With
             `modules`, any module.
-        layers: see `istar.regularizers.points.select_layers`.
-        summarize: function of hidden states, `(batch, tokens, d)` each, and the pass's tokens that count.
+        layers: the layers of a penalty, see `istar.regularizers.points.select_layers` and `choose_penalized_states`.
+            None reads all states. The model is then tried on a few tokens, to find its final norm.
+        summarize: function of hidden states, `(batch, tokens, d)` each, and the pass's tokens that count; None keeps
+            the states.
         is_active: called at the beginning of each pass; returns whether to read it. A new pass drops the summaries of
             the previous one, unless it is not read and runs without gradients.
         modules: modules that return the hidden states of layers 1 to L, as their output or its first element.
@@ -86,9 +99,11 @@ class HiddenStateReader:
         draw_sample: called at the beginning of each pass that is read; returns the part of its points that counts.
 
     Attributes:
+        layers: the modules that compute the states.
         base_model: the module with the forward passes to read; see `ModelLayers`.
         head_model: the module that takes labels: the transformers model with its head, or `base_model`.
-        num_selected: number of selected layers.
+        names: names of the states, from the input to the output.
+        norm: the final norm if all states of a transformers model are read, and it has one; otherwise None.
         num_left_out: number of points of the latest pass that `points.max_norm_ratio` left out.
         batch: what the next calls may lack, such as a mask that the called module does not take, by argument.
 
@@ -99,6 +114,7 @@ class HiddenStateReader:
 
     # A copy of the model has hooks of an empty reader; see `__getstate__`.
     _is_active: Callable[[], bool] = staticmethod(lambda: False)
+    _is_calling = False
     _pass: _Pass | None = None
     # Arguments of the calls in progress by module, the outermost first, and of the latest pass inside a checkpoint.
     _calls: Mapping[nn.Module, Arguments] = MappingProxyType({})
@@ -107,22 +123,29 @@ class HiddenStateReader:
     def __init__(
         self,
         model: nn.Module,
-        layers: Layers,
-        summarize: Summarize,
-        is_active: Callable[[], bool],
+        layers: Layers | None = None,
+        summarize: Summarize | None = None,
+        is_active: Callable[[], bool] = lambda: False,
         *,
         modules: Sequence[nn.Module] | None = None,
         points: Points = ALL_POINTS,
         include_padding: bool = False,
         draw_sample: Callable[[], PointSample | None] = lambda: None,
     ) -> None:
-        self._layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
-        self._selected = set(layer_numbers(self._layers.num_layers, layers))
-        if modules is not None and 0 in self._selected:
-            raise UserError("layer 0, the embeddings, is not among the given modules; choose layers from 1 on")
-        self.base_model = self._layers.base_model
+        self.layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
+        self.base_model = self.layers.base_model
         self.head_model = find_head_model(model) if modules is None else self.base_model
-        self.num_selected = len(self._selected)
+        self.norm = find_final_norm(self.base_model) if layers is None and modules is None else None
+        self._replaces_last = layers is not None and self.layers.ends_with_output
+        if layers is None:
+            has_norm = self.norm is not None
+            numbers = [number for number in self.layers.names if number <= self.layers.num_layers or has_norm]
+        else:
+            numbers = choose_penalized_states(self.layers, layers)
+        if modules is not None and 0 in numbers:
+            raise UserError("layer 0, the embeddings, is not among the given modules; choose layers from 1 on")
+        self._selected = set(numbers)
+        self.names = tuple(self.layers.names[number] for number in numbers)
         self.num_left_out = 0
         self.batch: Arguments = {}
         self._points = points
@@ -141,10 +164,24 @@ class HiddenStateReader:
             self.base_model.register_forward_pre_hook(_UncompiledHook(self._begin_pass), with_kwargs=True),
             *(
                 module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
-                for module_index, module in enumerate(self._layers.modules)
+                for module_index, module in enumerate(self.layers.modules)
             ),
             self.base_model.register_forward_hook(_UncompiledHook(self._end_pass), always_call=True),
         ]
+        if self.norm is not None and not self.layers.modules:
+            self._handles.append(self.norm.register_forward_pre_hook(self._read_norm_input))
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+        """Call the model, or a module that calls it once; return the output and the states by name.
+
+        The states are `(batch, tokens, d)` each, from the input to the output. The reader must be without `summarize`.
+        """
+        self._is_calling = True
+        try:
+            output = module(*args, **kwargs)
+        finally:
+            self._is_calling = False
+        return output, dict(self.take())
 
     def take(self) -> list[Any]:
         """Return the summaries of the latest pass, in the order of the layers, and forget them.
@@ -181,25 +218,29 @@ class HiddenStateReader:
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the changed arguments of the call if hidden states are requested, otherwise None."""
         self._pass = None
-        is_active = self._is_active()
+        is_active = self._is_calling or self._is_active()
         if is_active or torch.is_grad_enabled():
             # A pass without gradients, for example for a metric, may come between the training pass and its loss.
             self._summaries = None
         if not is_active:
             return None
         calls = self._list_calls()
+        tokens = Tokens() if self._summarize is None else self._find_tokens(calls)
+        may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
+        self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip)
+        if self.layers.modules:
+            return None
+        return args[len(read_argument_names(module)) :], {**calls[0], "output_hidden_states": True, "return_dict": True}
+
+    def _find_tokens(self, calls: Sequence[Arguments]) -> Tokens:
+        """Return the tokens that are points, from the arguments of the base model's call and of those around it."""
         mask = None if self._include_padding else find_argument(calls, "attention_mask")
         labels = next((call["labels"] for call in calls if call.get("labels") is not None), None)
         input_ids, position_ids = find_argument(calls, "input_ids"), find_argument(calls, "position_ids")
         tokens = Tokens(mask, self._points, input_ids, labels, position_ids, self._predicts_next)
         tokens.sample = self._draw_sample()
-        may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
-        # With layerdrop, any layer may be the last one that runs. Modules that are not of transformers may be followed
-        # by operations in place.
-        self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip, may_skip or not self._layers.is_transformers)
-        if self._layers.modules:
-            return None
-        return args[len(read_argument_names(module)) :], {**calls[0], "output_hidden_states": True, "return_dict": True}
+        tokens.prepare()
+        return tokens
 
     def _register_call_hooks(self, model: nn.Module) -> list[Any]:
         """Register hooks that store the arguments of the base model and all modules around it while they run."""
@@ -226,6 +267,7 @@ class HiddenStateReader:
             self._checkpointed_calls = calls = {**self._checkpointed_calls, **calls} if is_repeated else calls
         return [*reversed([*calls.values()]), self.batch]
 
+    # torch.compile traces the next two hooks with the model.
     def _read_layer(
         self, module_index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -233,64 +275,45 @@ class HiddenStateReader:
         # Activation checkpointing calls layers again in the backward pass, which is not read.
         if current is None:
             return
-        layer_number = len(current.called_layers) + 1 if self._layers.is_shared else module_index + 1
-        states: list[tuple[int, Tensor]] = []
-        # The input of the first layer is hidden state 0, the embedding output.
+        layer_number = len(current.called_layers) + 1 if self.layers.is_shared else module_index + 1
         if not current.called_layers and 0 in self._selected:
-            states.append((0, args[0] if args else kwargs["hidden_states"]))
-        # Hidden state L is the output of the final norm, if any; `_end_pass` reads it.
-        if layer_number in self._selected and not (
-            self._layers.ends_with_norm and layer_number == self._layers.num_layers
-        ):
-            states.append((layer_number, output[0] if isinstance(output, tuple) else output))
+            current.states.append((0, args[0] if args else kwargs["hidden_states"]))
+        if layer_number in self._selected:
+            current.states.append((layer_number, output[0] if isinstance(output, tuple) else output))
         current.called_layers.append(layer_number)
-        is_without_gradients = current.has_gradients and not torch.is_grad_enabled()
-        if is_without_gradients:
+        if current.has_gradients and not torch.is_grad_enabled():
             current.layers_without_gradients.add(layer_number)
-        # torch.compile traces this hook with the model. The summary, which it cannot trace, would split the graph.
-        is_deferred = torch.compiler.is_compiling() or current.is_deferred or is_without_gradients
-        # A summary inside a checkpoint would have no gradient, or be recomputed.
-        if is_deferred or (current.has_gradients and _are_saved_tensors_hooked()):
-            current.deferred_states.extend(states)
-            return
-        for layer, state in states:
-            current.states.append((layer, state))
-            current.tokens.prepare(state)
-            if len(current.states) >= layers_per_block(state):
-                self._summarize_states(current)
+
+    def _read_norm_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._pass is not None:
+            self._pass.states.append((self.layers.num_layers, args[0]))
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         current, self._pass = self._pass, None
         # The output is None if the pass failed.
         if current is None or output is None:
             return
-        current.states += current.deferred_states
-        if self._layers.modules:
+        called_layers, last_number = current.called_layers, self.layers.num_layers + 1
+        if self.layers.modules:
             self._check_all_layers_called(current)
         else:
-            current.states = self._select_returned_states(output)
-        if self._layers.ends_with_norm and current.called_layers:
-            self._replace_last_state(current, output[0])
+            current.states += self._select_returned_states(current, output)
+        if self._replaces_last and called_layers:
+            current.states = [(number, state) for number, state in current.states if number != called_layers[-1]]
+        # If layerdrop skipped all layers, the output is of none of them.
+        if last_number in self._selected and (called_layers or not self.layers.modules):
+            current.states.append((last_number, output[0]))
         _check_have_gradients(current.states, current.layers_without_gradients)
-        self._summarize_states(current)
-        self._summaries = current.summaries
+        states = sorted(current.states, key=itemgetter(0))
+        if self._summarize is None:
+            self._summaries = [(self.layers.names[number], state) for number, state in states]
+        else:
+            self._summaries = self._summarize([state for _, state in states], current.tokens) if states else []
         self.num_left_out = current.tokens.num_left_out
 
-    def _replace_last_state(self, current: _Pass, last_hidden_state: Tensor) -> None:
-        last_called = current.called_layers[-1]
-        current.states = [(layer, state) for layer, state in current.states if layer != last_called]
-        if self._layers.num_layers in self._selected:
-            current.states.append((self._layers.num_layers, last_hidden_state))
-            current.layers_without_gradients.discard(self._layers.num_layers)
-
-    def _summarize_states(self, current: _Pass) -> None:
-        states = [state for _, state in sorted(current.states, key=itemgetter(0))]
-        current.summaries += self._summarize(states, current.tokens) if states else []
-        current.states = []
-
     def _check_all_layers_called(self, current: _Pass) -> None:
-        called_layers, num_layers = current.called_layers, self._layers.num_layers
-        if self._layers.is_transformers:
+        called_layers, num_layers = current.called_layers, self.layers.num_layers
+        if self.layers.is_transformers:
             is_complete = len(called_layers) == num_layers or current.may_skip
         else:
             is_complete = len(set(called_layers)) == num_layers
@@ -300,19 +323,20 @@ class HiddenStateReader:
                 f"{num_layers}: attach before anything is compiled, or name the layers with modules=[...]"
             )
 
-    def _select_returned_states(self, output: Any) -> list[tuple[int, Tensor]]:
-        states, num_expected = getattr(output, "hidden_states", None), self._layers.num_layers + 1
+    def _select_returned_states(self, current: _Pass, output: Any) -> list[tuple[int, Tensor]]:
+        """Return the selected states of layers that the model returns, except one that was read before its norm."""
+        states, num_expected = getattr(output, "hidden_states", None), self.layers.num_layers + 1
         if states is None or len(states) != num_expected:
             num_returned = "no" if states is None else len(states)
             raise UserError(
                 f"{type(self.base_model).__name__} returned {num_returned} hidden states; expected {num_expected}: "
                 "name the modules whose outputs are the hidden states with attach(model, penalty, modules=[...])"
             )
-        numbered_states = list(enumerate(states))
-        first = next((number for number, state in numbered_states if state.requires_grad), num_expected)
-        numbered_states = [(number, states[number]) for number in sorted(self._selected)]
-        _check_have_gradients(numbered_states, set(range(first, num_expected)))
-        return numbered_states
+        first = next((number for number, state in enumerate(states) if state.requires_grad), None)
+        if first is not None:
+            current.layers_without_gradients = set(range(first, num_expected + 1))
+        numbers = self._selected - {number for number, _ in current.states}
+        return [(number, state) for number, state in enumerate(states) if number in numbers]
 
 
 def _are_saved_tensors_hooked() -> bool:

@@ -1,7 +1,8 @@
 """The shrinkage covariance Sigma_S, the covariance of a model's hidden states over part of the training data."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.accumulator import sum_over_processes, world_size
 from istar.measures.isoscores import check_covariance
 from istar.measures.moments import Moments, merge_moments
-from istar.regularizers.base import Penalty
 from istar.regularizers.istar import IStar
 from istar.regularizers.points import ALL_POINTS, Layers, Points
 
@@ -67,8 +67,9 @@ def shrinkage_covariance(
         UserError: for fewer than 2 points, points that are not finite or all equal, layers of different widths, or
             a loader or batches that do not fit the model.
     """
-    penalty = IStar(zeta=0, layers=layers, include_padding=include_padding, sync=sync, group=group)
-    return to_covariance(hidden_state_moments(model, loader, num_points, penalty, modules, points))
+    return to_covariance(
+        hidden_state_moments(model, loader, num_points, layers, include_padding, sync, group, modules, points)
+    )
 
 
 def to_covariance(moments: Moments) -> Tensor:
@@ -86,11 +87,14 @@ def hidden_state_moments(
     model: nn.Module,
     loader: Iterable[Any],
     num_points: int | None,
-    penalty: Penalty,
+    layers: Layers,
+    include_padding: bool,
+    sync: bool,
+    group: dist.ProcessGroup | None,
     modules: Sequence[nn.Module] | None,
     points: Points,
 ) -> Moments:
-    """Compute the moments of a penalty's points in batches of data; see `shrinkage_covariance`.
+    """Compute the moments of a model's points in batches of data. The arguments are as in `shrinkage_covariance`.
 
     With `sync`, all processes run the same number of forward passes, as sharded models require: after its last batch, a
     process repeats this batch without counting it again.
@@ -103,36 +107,34 @@ def hidden_state_moments(
             f"the loader for the shrinkage covariance is a {type(loader).__name__}; expected an iterable of batches, "
             "such as a DataLoader or a list of batches"
         )
-    points.check_include_padding(penalty.include_padding)
-    group = penalty.group
-    is_single_process = not penalty.sync or world_size(group) == 1
+    points.check_include_padding(include_padding)
     reader = HiddenStateReader(
         model,
-        penalty.layers,
+        layers,
         IStar(zeta=0).summarize,
         lambda: True,
         modules=modules,
         points=points,
-        include_padding=penalty.include_padding,
+        include_padding=include_padding,
     )
     device = next(model.parameters()).device
     called_module = _choose_module_to_call(model, reader.head_model if points.need_labels else reader.base_model)
     ignored_names = () if points.need_labels else LABEL_NAMES
+    has_other_processes = sync and world_size(group) > 1
     moments: Moments | None = None
     inputs: Any = None
+
+    def has_enough(has_batch: bool) -> bool:
+        """Return whether no process has a batch, or all processes together have enough points."""
+        totals = [0.0 if moments is None else float(moments.count), float(has_batch)]
+        if has_other_processes:
+            totals = sum_over_processes(torch.tensor(totals, device=device), group).tolist()
+        num_points_so_far, num_batches = totals
+        return num_batches == 0 or (num_points is not None and num_points_so_far >= num_points)
+
     try:
         with preserve_rng_states(device), eval_mode(model), torch.no_grad():
-            # A DataLoader draws a random number when its iterator is created, so this is inside the context.
-            batches = iter(loader)
-            while True:
-                batch = next(batches, None)
-                num_points_so_far = 0.0 if moments is None else float(moments.count)
-                num_batches = float(batch is not None)
-                if not is_single_process:
-                    local_numbers = torch.tensor([num_points_so_far, num_batches], device=device)
-                    num_points_so_far, num_batches = sum_over_processes(local_numbers, group).tolist()
-                if num_batches == 0 or (num_points is not None and num_points_so_far >= num_points):
-                    break
+            for batch in _iterate_until(loader, has_enough):
                 # Without a batch, this process repeats its previous inputs, for as long as another one has batches.
                 inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored_names)
                 if inputs is None:
@@ -144,13 +146,20 @@ def hidden_state_moments(
                     moments = batch_moments if moments is None else moments.merge(batch_moments)
     finally:
         reader.remove()
-    if is_single_process:
+    if not has_other_processes:
         # Without data, the result is empty; its number of dimensions is meaningless.
         return Moments(1) if moments is None else moments
     # A process without data needs moments of the right width to take part in the all-reduce.
     width = torch.tensor(0 if moments is None else moments.dim, device=device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
     return (Moments(int(width), device) if moments is None else moments).all_reduce(group)
+
+
+def _iterate_until(loader: Iterable[Any], has_enough: Callable[[bool], bool]) -> Iterator[Any]:
+    """Yield the batches of a loader, then None, until `has_enough` is true; it is told whether there is a batch."""
+    # A DataLoader draws a random number when its iterator is created, which is here when the first batch is asked for.
+    batches = itertools.chain(loader, itertools.repeat(None))
+    return itertools.takewhile(lambda batch: not has_enough(batch is not None), batches)
 
 
 def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:

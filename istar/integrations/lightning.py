@@ -230,7 +230,7 @@ class IsotropyCallback(L.Callback):
     Args:
         measures: names from `istar.measures.layer_sums.TRAINING_MEASURES`.
         model: see `FindModel`.
-        layers: as in `istar.IStar`.
+        layers: as in `istar.IStar`: the states that a penalty on these layers reads.
         points: as in `istar.PenaltySettings`.
         suffix: appended to the logged names; several callbacks of one trainer need different ones.
     """

@@ -332,7 +332,7 @@ class IsotropyCallback(TrainerCallback):
     Args:
         trainer: the trainer with the evaluations.
         measures: names from `istar.measures.layer_sums.TRAINING_MEASURES`.
-        layers: as in `istar.IStar`.
+        layers: as in `istar.IStar`: the states that a penalty on these layers reads.
         points: as in `istar.PenaltySettings`.
         suffix: appended to the names of the values; several callbacks of one trainer need different ones.
 

@@ -232,8 +232,9 @@ class Tokens:
                 the points depend on.
         """
         self._check_hidden_state(hidden_state)
-        self.prepare(hidden_state)
         shape = hidden_state.shape[:-1]
+        if shape not in self._indices:
+            self._indices[shape] = self._compute_indices(shape, hidden_state.device)
         indices, ratio = self._indices[shape], self.points.max_norm_ratio
         if ratio is None:
             return indices
@@ -244,27 +245,29 @@ class Tokens:
             self.num_left_out += num_before - len(kept_indices)
         return kept_indices
 
-    def prepare(self, hidden_state: Tensor) -> None:
-        """Compute the indices that all hidden states of the shape of this one share, as `indices_of` does.
+    def prepare(self) -> None:
+        """Compute the indices that the layers share before they exist, if the mask alone decides them.
 
         On a GPU, this waits for the device, which takes the less time the earlier in the forward pass it is done.
         """
-        shape = hidden_state.shape[:-1]
-        if shape in self._indices:
+        mask = self.attention_mask
+        if self.points.which != "all" or not isinstance(mask, Tensor):
             return
-        self._check_hidden_state(hidden_state)
-        indices = mask_to_indices(self._compute_point_mask(hidden_state))
-        if self.sample is not None:
-            indices = self.sample.choose(indices, shape.numel(), hidden_state.device)
-        self._indices[shape] = indices
+        shape = mask.shape[:1] + mask.shape[-1:]
+        if mask_fits(mask, (*shape, 1)):
+            self._indices[shape] = self._compute_indices(shape, mask.device)
 
-    def _compute_point_mask(self, hidden_state: Tensor) -> Tensor | None:
+    def _compute_indices(self, shape: torch.Size, device: torch.device) -> Tensor | None:
+        indices = mask_to_indices(self._compute_point_mask(shape, device))
+        return indices if self.sample is None else self.sample.choose(indices, shape.numel(), device)
+
+    def _compute_point_mask(self, shape: torch.Size, device: torch.device) -> Tensor | None:
         is_token = non_padding_mask(self.attention_mask)
         which = self.points.which
         if which == "all":
             return is_token
-        is_token = torch.ones(hidden_state.shape[:-1], device=hidden_state.device) if is_token is None else is_token
-        is_token = is_token.to(hidden_state.device) != 0
+        is_token = torch.ones(shape, device=device) if is_token is None else is_token
+        is_token = is_token.to(device) != 0
         if which == "content":
             assert self.input_ids is not None
             special_ids = torch.tensor(list(self.points.special_ids), device=self.input_ids.device)

@@ -29,6 +29,8 @@ _LOSSES = ("loss", "perplexity")
 """Metrics to minimize. All others are fractions or correlations to maximize."""
 COMBINED = "combined"
 """Name of the measures over several texts together."""
+FINAL_NORM = "final_norm"
+"""Name of the state after a final normalization; layer L is the state before it."""
 
 
 def is_lower_better(metric: str) -> bool:
@@ -70,17 +72,24 @@ def axis_label(metric: str) -> str:
 def isotropy_key(layer: int | str, measure: str = "isoscore") -> str:
     """Return the name in logs of a measure on the validation data.
 
-    `layer` is the number of a layer, where 0 is the embedding output, or `union` for layers 1 to L together.
+    `layer` is as in `geometry_key`, or `union` for layers 1 to L together.
 
     >>> isotropy_key(2), isotropy_key("union"), isotropy_key("union", "inter_sim")
     ('isotropy/layer_2/isoscore', 'isotropy/isoscore', 'isotropy/inter_sim')
     """
-    return f"isotropy/{measure}" if layer == "union" else f"isotropy/layer_{layer}/{measure}"
+    return f"isotropy/{measure}" if layer == "union" else f"isotropy/{_name_layer(layer)}/{measure}"
 
 
 def geometry_key(layer: int | str, measure: str) -> str:
-    """Return the name in logs of a measure during training; layer 0 is the embedding output."""
-    return f"geometry/layer_{layer}/{measure}"
+    """Return the name in logs of a measure during training.
+
+    `layer` is a number, 0 for the embedding output and L before the final norm, or `final_norm` for the state after it.
+    """
+    return f"geometry/{_name_layer(layer)}/{measure}"
+
+
+def _name_layer(layer: int | str) -> str:
+    return FINAL_NORM if layer == FINAL_NORM else f"layer_{layer}"
 
 
 def format_metric(metric: str, value: float | None) -> str:

@@ -148,20 +148,6 @@ def test_a_part_of_the_layers_is_wrapped():
     assert_close(accumulated_gradients(model), expected, **CLOSE)
 
 
-def test_only_checkpointed_layers_wait_for_the_end_of_the_pass(monkeypatch):
-    """Gradients of the penalty then need not exist for all other layers at the same time."""
-    monkeypatch.setattr("istar.measures.numerics.BLOCK", 1)  # each layer is a block
-    model = hf.BertForSequenceClassification(hf.BertConfig(**{**SHAPE, "num_hidden_layers": 4})).double().train()
-    layers, inputs = model.bert.encoder.layer, bert()[2]
-    layers[0] = checkpoint_wrapper(layers[0], CheckpointImpl.NO_REENTRANT)
-    penalty, num_received = Recording([1, 2, 3]), []
-    layers[3].register_forward_pre_hook(lambda *_: num_received.append(len(penalty.received)))
-    with attach(model, penalty):
-        _, first, second, third, _ = seeded_pass(model, inputs, 1, output_hidden_states=True).hidden_states
-    assert num_received == [2]
-    assert_equal(penalty.received, [second, third, first])
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # they are token ids
 @pytest.mark.parametrize("implementation", CheckpointImpl)
 @pytest.mark.parametrize("make_model", [bert, llama])

@@ -349,8 +349,8 @@ def test_layers_of_different_lengths_have_points_by_their_own_shape(which):
         assert indices is expected is None or torch.equal(indices, expected)
 
 
-def test_rows_that_count_are_found_at_the_first_layer(monkeypatch):
-    """On a GPU, finding them waits for all operations in the queue, of which there are few at the first layer."""
+def test_rows_that_count_are_found_before_the_first_layer(monkeypatch):
+    """On a GPU, finding them waits for all operations in the queue, of which there are few before the first layer."""
     events = []
 
     def record_search(mask: Tensor) -> Tensor | None:
@@ -364,4 +364,4 @@ def test_rows_that_count_are_found_at_the_first_layer(monkeypatch):
     with attach(model, CosReg(1.0, layers="all")) as attached:
         model(torch.tensor([[1, 7, 2]]), attention_mask=torch.tensor([[1, 1, 0]]))
         attached.loss()
-    assert events == ["layer 1", "rows", "layer 2"]
+    assert events == ["rows", "layer 1", "layer 2"]

@@ -344,8 +344,8 @@ MUTATIONS = [
     Mutation(
         "Padding counts in Sigma_S, whatever the settings.",
         "istar/hidden_states/shrinkage.py",
-        "include_padding=include_padding, sync=sync",
-        "include_padding=True, sync=sync",
+        "num_points, layers, include_padding, sync, group, modules, points)",
+        "num_points, layers, True, sync, group, modules, points)",
         "tests/hidden_states/test_shrinkage.py::test_it_is_the_covariance_of_the_stacked_hidden_states",
     ),
     Mutation(
@@ -594,9 +594,9 @@ MUTATIONS = [
     ),
     Mutation(
         "Padding counts in the isotropy that is reported.",
-        "istar/finetune/training/layer_geometry.py",
-        "            sums.update(states, mask)\n",
-        "            sums.update(states, torch.ones_like(mask))\n",
+        "istar/finetune/training/final_geometry.py",
+        "        sums[layer].update(states, mask)\n",
+        "        sums[layer].update(states, torch.ones_like(mask))\n",
         "tests/finetune/training/test_callbacks.py::test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches",
     ),
     Mutation(

@@ -20,7 +20,7 @@ from istar.finetune.tasks.loading import count_overlap
 from istar.finetune.training import merge_outputs
 from istar.finetune.training.checkpoints import remove_old_checkpoints
 from istar.finetune.training.final_geometry import (
-    StateReader,
+    EvaluationPasses,
     compute_isoscore_star_by_layer,
     measure_validation_geometry,
 )
@@ -118,11 +118,11 @@ def _measure_geometry(job: Job) -> dict[str, Any]:
     """Return the geometry of the model on the first validation set, as `geometry.json` stores it."""
     config, validation = job.config, job.data.validation[0]
     job.progress.show("measuring")
-    reader = StateReader(job.trainer, job.module, job.data_module.collate, config.data.eval_batch_size)
-    geometry = measure_validation_geometry(reader, validation)
+    passes = EvaluationPasses(job.trainer, job.module, job.data_module.collate, config.data.eval_batch_size)
+    geometry = measure_validation_geometry(passes, validation)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
         geometry["isoscore_star"] = compute_isoscore_star_by_layer(
-            reader, validation, job.data.train, config.run.isotropy_zeta, config.seed
+            passes, validation, job.data.train, config.run.isotropy_zeta, config.seed
         )
     return geometry
 

@@ -1,7 +1,7 @@
 """Geometry of a run's final model on the validation data: mean activation, intrinsic dimension and IsoScore*."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,17 +20,17 @@ from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
 from istar.measures import Moments, isoscore_star, two_nn
 from istar.models.architectures import is_decoder
 
+T = TypeVar("T")
 Sums = TypeVar("Sums", bound=Any)
 MAX_TWO_NN_EXAMPLES = 1_000
 """Maximum number of validation rows with states that are kept for TwoNN, which compares each with all others."""
 
 
 @dataclass(frozen=True)
-class StateReader:
-    """Computes the hidden states of tokenized rows in eval mode and without gradients.
+class EvaluationPasses:
+    """Runs a trainer's model over tokenized rows in eval mode and without gradients.
 
-    The forward passes run on the trainer's device and in its precision, on this process alone unless the model is
-    sharded.
+    The passes run on the trainer's device and in its precision, on this process alone unless the model is sharded.
     """
 
     trainer: L.Trainer
@@ -38,8 +38,8 @@ class StateReader:
     collate: Collate
     batch_size: int
 
-    def iterate(self, rows: TokenizedRows, order: Sequence[int]) -> Iterator[tuple[Tensor, tuple[Tensor, ...], Tensor]]:
-        """Yield the row indices, the hidden states of all layers, and the token mask of batches of rows in an order.
+    def iterate(self, rows: TokenizedRows, order: Sequence[int]) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
+        """Yield row indices, hidden states by layer (see `FineTuner`) and token mask of batches of rows in an order.
 
         Between two batches and at the end, all parts of the module have their previous mode and device.
         """
@@ -58,17 +58,30 @@ class StateReader:
             if not is_sharded:
                 module.to(previous_device)
 
-    def sum_layers(self, rows: TokenizedRows, order: Sequence[int], sums_class: type[Sums]) -> list[Sums]:
-        """Return the sums over the tokens of rows in an order, from the embedding output to the last layer."""
-        sums: list[Sums] = []
+    def sum_layers(self, rows: TokenizedRows, order: Sequence[int], sums_class: type[Sums]) -> dict[str, Sums]:
+        """Return the sums over the tokens of rows in an order, by layer."""
+        sums: dict[str, Sums] = {}
         for _, states_by_layer, mask in self.iterate(rows, order):
-            sums = sums or [sums_class(states.shape[-1], states.device) for states in states_by_layer]
-            for layer_sums, states in zip(sums, states_by_layer, strict=True):
-                layer_sums.update(states, mask)
+            add_layers(sums, states_by_layer, mask, sums_class)
         return sums
 
 
-def measure_validation_geometry(reader: StateReader, rows: TokenizedRows) -> dict[str, Any]:
+def add_layers(
+    sums: dict[str, Sums], states_by_layer: Mapping[str, Tensor], mask: Tensor, sums_class: type[Sums]
+) -> None:
+    """Add the tokens of a batch to the sums of each layer, which are created if they are missing."""
+    for layer, states in states_by_layer.items():
+        if layer not in sums:
+            sums[layer] = sums_class(states.shape[-1], states.device)
+        sums[layer].update(states, mask)
+
+
+def list_layers(by_layer: Mapping[str, T]) -> list[T]:
+    """Return the values of layers 0 (the embeddings) to L, without the state after the final norm."""
+    return [value for layer, value in by_layer.items() if layer.isdigit()]
+
+
+def measure_validation_geometry(passes: EvaluationPasses, rows: TokenizedRows) -> dict[str, Any]:
     """Measure mean activation and intrinsic dimension of the hidden states of a validation set.
 
     Statistics are float32 or wider. The model and the global random state do not change.
@@ -84,17 +97,18 @@ def measure_validation_geometry(reader: StateReader, rows: TokenizedRows) -> dic
     Raises:
         NonFiniteError: if hidden states are not finite.
     """
-    config = reader.module.model.config
-    moments = Moments(config.hidden_size, reader.trainer.strategy.root_device)
+    config = passes.module.model.config
+    moments = Moments(config.hidden_size, passes.trainer.strategy.root_device)
     order = sort_longest_first(rows)
     two_nn_order = [row_index for row_index in order if row_index < MAX_TWO_NN_EXAMPLES]
     two_nn_states_of_batches: list[tuple[Tensor, ...]] = []
-    for row_indices, states_by_layer, mask in reader.iterate(rows, order):
-        moments.update(states_by_layer[-1], mask)
+    for row_indices, states_by_layer, mask in passes.iterate(rows, order):
+        layers = list_layers(states_by_layer)
+        moments.update(layers[-1], mask)
         # Indices of TwoNN's examples within the batch, and the token position of each.
         batch_indices = (row_indices < MAX_TWO_NN_EXAMPLES).nonzero().squeeze(1).to(mask.device)
         positions = find_summary_positions(config, mask)[batch_indices]
-        two_nn_states_of_batches.append(tuple(states[batch_indices, positions].cpu() for states in states_by_layer))
+        two_nn_states_of_batches.append(tuple(states[batch_indices, positions].cpu() for states in layers))
     # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
     index_by_text = {rows[row_index]["input_ids"].tobytes(): index for index, row_index in enumerate(two_nn_order)}
     distinct_indices = list(index_by_text.values())
@@ -110,7 +124,7 @@ def measure_validation_geometry(reader: StateReader, rows: TokenizedRows) -> dic
 
 
 def compute_isoscore_star_by_layer(
-    reader: StateReader,
+    passes: EvaluationPasses,
     validation: TokenizedRows,
     train: TokenizedRows,
     zeta: float,
@@ -125,7 +139,7 @@ def compute_isoscore_star_by_layer(
     on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count.
 
     Args:
-        reader: computes the states of the model.
+        passes: computes the states of the model.
         validation: rows with the points X.
         train: rows to sample for Sigma_S.
         zeta: weight of Sigma_S in [0, 1].
@@ -144,7 +158,7 @@ def compute_isoscore_star_by_layer(
 
     def accumulate(rows: TokenizedRows, order: Sequence[int]) -> list[Moments]:
         """Return the moments of layers 1 to L together, and of each layer from the embedding output on."""
-        layers = reader.sum_layers(rows, order, Moments)
+        layers = list_layers(passes.sum_layers(rows, order, Moments))
         return [unite_layers(layers), *layers]
 
     union_and_layers = accumulate(validation, sort_longest_first(validation))

@@ -55,7 +55,7 @@ class LanguageModelTuner(FineTuner):
 
         What the model adds to it is not scaled, so that its gradient is the mean over micro-batches and processes.
         """
-        losses, _, _, outputs = self._predict(batch)
+        losses, _, _, outputs, _ = self._predict(batch)
         num_tokens = torch.tensor(float(len(losses)), device=losses.device, dtype=torch.float64)
         # DDP averages the gradients over processes, so each process divides by the mean number of tokens.
         mean_num_tokens = sum_over_processes(num_tokens) / world_size()
@@ -67,19 +67,17 @@ class LanguageModelTuner(FineTuner):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Collect each block's loss sum and numbers of predicted and correct tokens; return states for callbacks."""
         # Callbacks measure the hidden states of the first validation set only.
-        needs_hidden_states = dataloader_idx == 0
-        prediction = self._predict(batch, output_hidden_states=needs_hidden_states)
+        prediction = self._predict(batch, reads_states=dataloader_idx == 0)
         losses = prediction.losses.double()
         is_correct = (prediction.logits.argmax(-1) == prediction.targets)[prediction.targets != IGNORED_LABEL]
         row_indices = _align_labels_with_logits(batch["labels"], self.is_causal).ne(IGNORED_LABEL).nonzero()[:, 0]
         sums = torch.zeros(len(batch["input_ids"]), 3, dtype=torch.float64, device=losses.device)
         sums.index_add_(0, row_indices, torch.stack([losses, torch.ones_like(losses), is_correct.double()], dim=1))
         self._outputs[dataloader_idx] |= dict(zip(batch["feature_id"].tolist(), sums.cpu().numpy(), strict=True))
-        states = self.sort_states(prediction.outputs.hidden_states)
-        return {"hidden_states": states, "attention_mask": token_mask(batch)}
+        return {"hidden_states": prediction.states, "attention_mask": token_mask(batch)}
 
-    def _predict(self, batch: Batch, **options: Any) -> "_Prediction":
-        """Call the model on a batch with further arguments `options`, and compute the loss of each predicted token."""
+    def _predict(self, batch: Batch, reads_states: bool = False) -> "_Prediction":
+        """Run the model on a batch, and compute the loss of each predicted token."""
         labels = _align_labels_with_logits(batch["labels"], self.is_causal)
         is_predicted = labels != IGNORED_LABEL
         inputs = inputs_with_labels(batch)
@@ -87,12 +85,12 @@ class LanguageModelTuner(FineTuner):
             del inputs["labels"]
         is_head_restricted = self.restrict_head_to_labels and bool(is_predicted.any())
         with restrict_head_to(self.model, is_predicted) if is_head_restricted else nullcontext():
-            outputs = self.model(**inputs, **options)
+            outputs, states = self.run_model(self.model, inputs, reads_states)
         targets = labels[is_predicted] if is_head_restricted else labels.flatten()
         # The logits, the largest tensor of a step, are not copied. Ignored targets have loss 0.
         logits = outputs.logits.flatten(0, 1)
         losses = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED_LABEL, reduction="none")
-        return _Prediction(losses[targets != IGNORED_LABEL], logits.detach(), targets, outputs)
+        return _Prediction(losses[targets != IGNORED_LABEL], logits.detach(), targets, outputs, states)
 
 
 class _Prediction(NamedTuple):
@@ -100,6 +98,7 @@ class _Prediction(NamedTuple):
     logits: Tensor  # `(positions, vocabulary)`, for all positions of the batch or only for the predicted tokens
     targets: Tensor  # token to predict at each of these positions, or `IGNORED_LABEL`, `(positions,)`
     outputs: Any  # all outputs of the model
+    states: dict[str, Tensor]  # hidden states by layer, if they are read
 
 
 def adds_to_loss(model: PreTrainedModel) -> bool:

@@ -12,13 +12,19 @@ import torch
 from istar.errors import UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
-from istar.finetune.training.final_geometry import StateReader, call_or_none, unite_layers
+from istar.finetune.training.final_geometry import (
+    EvaluationPasses,
+    add_layers,
+    call_or_none,
+    list_layers,
+    unite_layers,
+)
 from istar.finetune.training.module import FineTuner, log_immediately, naming_step
 from istar.hidden_states.model_layers import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures import Moments, isoscore
 from istar.measures.layer_sums import LayerSums
-from istar.runs.names import geometry_key, isotropy_key
+from istar.runs.names import FINAL_NORM, geometry_key, isotropy_key
 
 MONITORED = ("inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio")
 """Measures that are logged after every validation with `trainer.monitor_isotropy`."""
@@ -35,8 +41,9 @@ class ValidationGeometry(L.Callback):
     Layer 0 is the embedding output, and layer l the output of layer l before the final norm, as in `istar measure`. The
     module's `validation_step` must return `hidden_states` and `attention_mask`, as `FineTuner` does.
 
-    IsoScore of each layer, and of layers 1 to L together, is measured and logged. Unlike IsoScore\*, it uses no
-    shrinkage: a whole validation set has enough points, and models trained without I-STAR have no Sigma_S.
+    IsoScore of each layer, of layers 1 to L together, and of the state after a final norm, is measured and logged.
+    Unlike IsoScore\*, it uses no shrinkage: a whole validation set has enough points, and models trained without
+    I-STAR have no Sigma_S.
 
     *Anisotropy is Not Inherent to Transformers* observes that models become anisotropic during training and recommends
     monitoring it. With `stop_at`, training stops once the mean InterSim of layers 1 to L has been below `stop_at` and
@@ -64,7 +71,7 @@ class ValidationGeometry(L.Callback):
         self._was_below, self._num_above = False, 0
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._sums: list[Any] = []
+        self._sums: dict[str, Any] = {}
 
     def on_validation_batch_end(
         self,
@@ -78,28 +85,27 @@ class ValidationGeometry(L.Callback):
         """Add a batch of the first validation set to the sums of each layer."""
         if dataloader_idx > 0:
             return
-        states_by_layer, mask = outputs["hidden_states"], outputs["attention_mask"]
-        if not self._sums:
-            sums_class: Any = LayerSums if self.is_monitored else Moments
-            self._sums = [sums_class(states.shape[-1], states.device) for states in states_by_layer]
-        for sums, states in zip(self._sums, states_by_layer, strict=True):
-            sums.update(states, mask)
+        sums_class: Any = LayerSums if self.is_monitored else Moments
+        add_layers(self._sums, outputs["hidden_states"], outputs["attention_mask"], sums_class)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compute and log the measures of all layers from the tokens of all processes."""
-        all_sums: list[Any] = [sums.all_reduce() for sums in self._sums]
-        moments_by_layer: list[Moments] = [sums.moments if self.is_monitored else sums for sums in all_sums]
-        self._sums = []
-        self.num_points = int(moments_by_layer[0].count)
+        all_sums = {layer: sums.all_reduce() for layer, sums in self._sums.items()}
+        moments: dict[str, Moments] = {
+            layer: sums.moments if self.is_monitored else sums for layer, sums in all_sums.items()
+        }
+        self._sums = {}
+        self.num_points = int(moments["0"].count)
         with naming_step("validation", trainer):
-            self.scores = {str(layer): _score_or_nan(moments) for layer, moments in enumerate(moments_by_layer)}
-            self.scores["union"] = _score_or_nan(unite_layers(moments_by_layer))
-            measures_by_layer = [sums.compute(MONITORED) for sums in all_sums] if self.is_monitored else []
-        logged = {isotropy_key(layer): score for layer, score in self.scores.items()}
-        for layer, measures in enumerate(measures_by_layer):
-            logged |= {isotropy_key(layer, name): value for name, value in measures.items()}
-        if measures_by_layer:
-            self.inter_sim = fmean(measures["inter_sim"] for measures in measures_by_layer[1:])
+            scores = {layer: _score_or_nan(layer_moments) for layer, layer_moments in moments.items()}
+            scores["union"] = _score_or_nan(unite_layers(list_layers(moments)))
+            measures = {layer: sums.compute(MONITORED) for layer, sums in all_sums.items()} if self.is_monitored else {}
+        self.scores = {layer: score for layer, score in scores.items() if layer != FINAL_NORM}
+        logged = {isotropy_key(layer): score for layer, score in scores.items()}
+        for layer, layer_measures in measures.items():
+            logged |= {isotropy_key(layer, name): value for name, value in layer_measures.items()}
+        if measures:
+            self.inter_sim = fmean(layer_measures["inter_sim"] for layer_measures in list_layers(measures)[1:])
             logged[isotropy_key("union", "inter_sim")] = self.inter_sim
         pl_module.log_dict(logged, sync_dist=True)
 
@@ -195,12 +201,12 @@ class GeometryProbe(L.Callback):
         if not trainer.is_global_zero and not is_sharded_module(pl_module.model):
             return
         start = time.perf_counter()
-        reader = StateReader(trainer, pl_module, self.collate, self.batch_size)
+        passes = EvaluationPasses(trainer, pl_module, self.collate, self.batch_size)
         with preserve_rng_states(trainer.strategy.root_device), naming_step("geometry", trainer):
-            sums = reader.sum_layers(self.rows, self.sample, LayerSums)
+            sums = passes.sum_layers(self.rows, self.sample, LayerSums)
             values = {
                 geometry_key(layer, name): value
-                for layer, layer_sums in enumerate(sums)
+                for layer, layer_sums in sums.items()
                 for name, value in layer_sums.compute(SAMPLED).items()
             }
         log_immediately(trainer, {"epoch": epoch, **values, SECONDS_KEY: time.perf_counter() - start})

@@ -14,7 +14,7 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,7 +26,7 @@ from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.training.optimizers import make_optimizer
 from istar.finetune.training.sharded_training import ShardingStrategy, shard
 from istar.hidden_states import AttachedPenalty
-from istar.hidden_states.model_layers import ReturnedStates
+from istar.hidden_states.reader import HiddenStateReader
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
 from istar.measures.accumulator import sum_over_processes, world_size
 
@@ -116,7 +116,7 @@ class FineTuner(L.LightningModule):
     ) -> None:
         super().__init__()
         self.model = model
-        self._returned_states = ReturnedStates(model)
+        self._reader = HiddenStateReader(model)
         # The penalty is not a submodule: DDP would overwrite the buffers that differ between processes without sync.
         self.penalty = penalty
         self.optim = optim
@@ -228,13 +228,13 @@ class FineTuner(L.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """Collect a batch's logits, log its loss, and return its hidden states and token mask for the callbacks."""
         # Callbacks measure the hidden states of the first validation set only.
-        outputs = self.model(**inputs_with_labels(batch), output_hidden_states=dataloader_idx == 0)
+        outputs, states = self.run_model(self.model, inputs_with_labels(batch), reads_states=dataloader_idx == 0)
         self._outputs[dataloader_idx] |= logits_by_feature(batch, outputs)
         if outputs.loss is not None and dataloader_idx == 0:
             # The mean is logged as a weighted sum: Lightning's own mean over processes rounds the number of examples.
             weight = len(batch["feature_id"]) / len(self.evaluators[""].features)
             self.log("val/loss", weight * outputs.loss, reduce_fx="sum", add_dataloader_idx=False, sync_dist=True)
-        return {"hidden_states": self.sort_states(outputs.hidden_states), "attention_mask": token_mask(batch)}
+        return {"hidden_states": states, "attention_mask": token_mask(batch)}
 
     def on_validation_epoch_end(self) -> None:
         """Evaluate the outputs that all processes have collected, and log the metrics of each validation set."""
@@ -252,16 +252,21 @@ class FineTuner(L.LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Outputs:
         return logits_by_feature(batch, self.model(**inputs_with_labels(batch)))
 
-    def sort_states(self, returned_states: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
-        """Return the hidden states of a validation batch in the order of the layers; None if it returned none."""
-        return None if returned_states is None else self._returned_states.sort(returned_states)
+    def run_model(self, module: nn.Module, inputs: Batch, reads_states: bool) -> tuple[Any, dict[str, Tensor]]:
+        """Call the model or its base model; return the output and, if wanted, the hidden states by layer.
 
-    def hidden_states(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the embedding output and the output of every layer for a batch, each `(batch, tokens, d)`."""
+        The layers are `0`, the embeddings, `1` to `L`, and `final_norm` if there is a norm after layer L.
+        """
+        if not reads_states:
+            return module(**inputs), {}
+        output, states = self._reader.call(module, **inputs)
+        return output, {name.replace("embeddings", "0").removeprefix("layer_"): state for name, state in states.items()}
+
+    def hidden_states(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the hidden states of a batch by layer, `(batch, tokens, d)` each; see `run_model`."""
         # Only the whole model gathers the weights of one that is sharded.
-        model = self.model if is_sharded_module(self.model) else self.model.base_model
-        outputs = model(**inputs_without_labels(batch), output_hidden_states=True)
-        return self._returned_states.sort(outputs.hidden_states)
+        module = self.model if is_sharded_module(self.model) else self.model.base_model
+        return self.run_model(module, inputs_without_labels(batch), reads_states=True)[1]
 
     def configure_model(self) -> None:
         """Shard the model over the processes, if this is the strategy. Lightning calls this before any use."""

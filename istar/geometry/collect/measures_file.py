@@ -22,8 +22,6 @@ MEASUREMENT_FORMAT = 2
 JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
 TRAJECTORY_FILE = "trajectory.csv"
 """Table of the measures at all checkpoints of a training."""
-EMBEDDINGS, FINAL_NORM = "embeddings", "final_norm"
-"""Names of the first tap and of a final normalization; the layers are `layer_1` to `layer_L`."""
 SOURCE_FIELDS = (
     *("sources", "spectra", "norms", "extremes", "by_position", "by_frequency", "massive", "gride", "replicates"),
 )

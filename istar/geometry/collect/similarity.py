@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
-from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.layer_outputs import BlockReader
 from istar.measures.alignment import cka, cka_with_error
 from istar.measures.jackknife import ValueWithError
 from istar.measures.numerics import accumulation_dtype, full_precision, is_rounding
@@ -84,24 +84,24 @@ def compute_mean_states(
         if first_block is None:
             raise UserError(f"document {number} has no tokens for this tokenizer; leave it out")
         first_blocks.append(first_block)
-    taps = Taps(model)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    block_reader = BlockReader(model, pad_id)
     # Batches of documents of similar length need little padding.
     sorted_indices = sorted(range(len(first_blocks)), key=lambda index: len(first_blocks[index].tokens))
     means: dict[str, Tensor] = {}
     for indices in split_into_batches(
         sorted_indices,
         lambda index: len(first_blocks[index].tokens),
-        taps.device,
+        block_reader.device,
         batch_tokens,
-        has_padding=not taps.see_padding(pad_id),
+        has_padding=not block_reader.sees_padding(),
     ):
         batch = [first_blocks[index] for index in indices]
         inputs = pad_batch([block.tokens for block in batch], pad_id)
         weights = _make_averaging_weights(batch, inputs["input_ids"].shape[1])
-        inputs = {name: values.to(taps.device) for name, values in inputs.items()}
-        with full_precision(taps.device), torch.inference_mode():
-            for tap, states in taps(inputs).items():
+        inputs = {name: values.to(block_reader.device) for name, values in inputs.items()}
+        with full_precision(block_reader.device), torch.inference_mode():
+            for tap, states in block_reader(inputs).items():
                 dtype = accumulation_dtype(states.device)  # the mean of equal states is equal to them
                 pooled = (weights[:, None].to(states.device, dtype) @ states.to(dtype))[:, 0].float().cpu()
                 means.setdefault(tap, pooled.new_empty(len(first_blocks), pooled.shape[1]))[list(indices)] = pooled

@@ -59,7 +59,7 @@ class Stream:
     everything that the result depends on; a file with another identity is not used. The caller deletes the files.
 
     Attributes:
-        taps: reads the model's hidden states.
+        taps: the model, which returns its hidden states by name.
         num_processes: number of processes that share the pass.
         readings: how much of each source has been read, and how long it took on rank 0, including interrupted calls, by
             the sources' names; with several sources also for `combined`.
@@ -84,10 +84,8 @@ class Stream:
             raise UserError("several processes need a state file to share a pass; give one in a folder that all see")
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self._config = model.config.get_text_config()
-        self._reader = BlockReader(model, pad_id, settings.special_tokens == "include")
-        self.taps = self._reader.taps
-        self._device = self.taps.device
-        self._sees_padding = self.taps.see_padding(pad_id)
+        self.taps = BlockReader(model, pad_id, settings.special_tokens == "include")
+        self._sees_padding = self.taps.sees_padding()
         self._blocks = Blocks(tokenizer, settings.length, settings.documents)
         self._origins: dict[str, Tensor] = {}
         self.readings: dict[str, Reading] = {}
@@ -135,12 +133,12 @@ class Stream:
         """
         statistics, num_blocks_done, num_tokens_done = self._create_statistics(), 0, 0
         reading = self.readings[source.name] = Reading()
-        earlier_seconds, self._reader.forward_seconds = 0.0, 0.0
+        earlier_seconds, self.taps.forward_seconds = 0.0, 0.0
         path = self._find_state_path(source_index, self._rank)
         if (saved_state := self._load_state(path)) is not None:
             statistics.load_state_dict(saved_state["statistics"])
             num_blocks_done, num_tokens_done = saved_state["blocks"], saved_state["tokens"]
-            earlier_seconds, self._reader.forward_seconds = saved_state["seconds"], saved_state["forward_seconds"]
+            earlier_seconds, self.taps.forward_seconds = saved_state["seconds"], saved_state["forward_seconds"]
             self.earlier_seconds += earlier_seconds
             del saved_state
         start = last_save = time.monotonic()
@@ -154,7 +152,7 @@ class Stream:
                     "blocks": num_blocks_done,
                     "tokens": num_tokens_done,
                     "seconds": earlier_seconds + time.monotonic() - start,
-                    "forward_seconds": self._reader.forward_seconds,
+                    "forward_seconds": self.taps.forward_seconds,
                 }
                 with atomic_write(path) as file:
                     torch.save(state, file)
@@ -168,7 +166,7 @@ class Stream:
             total = self.settings.limit or reading.tokens * num_characters / max(reading.characters, 1)
             progress.update(task, advance=num_tokens, total=total / self.num_processes if total else None)
 
-        self._reader.advance = advance
+        self.taps.advance = advance
         rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
         max_tokens = min(UPDATE_TOKENS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
         for batches in _join_batches(rank_batches, max_tokens):
@@ -185,7 +183,7 @@ class Stream:
         save_state()
         if self.num_processes > 1:
             self._merge_ranks(source_index, statistics, num_blocks_done)
-        reading.forward_seconds = self._reader.forward_seconds
+        reading.forward_seconds = self.taps.forward_seconds
         # The text may have fewer tokens than the limit.
         description = f"computing the measures of {escape(source.name)}"
         progress.update(task, description=description, total=num_tokens_done, completed=num_tokens_done)
@@ -209,7 +207,7 @@ class Stream:
     def _split_into_batches(self, blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
         """Yield consecutive blocks in batches; `block_length` returns the number of tokens of a block."""
         return split_into_batches(
-            blocks, block_length, self._device, self.settings.batch_tokens, has_padding=not self._sees_padding
+            blocks, block_length, self.taps.device, self.settings.batch_tokens, has_padding=not self._sees_padding
         )
 
     def _read_limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
@@ -241,7 +239,7 @@ class Stream:
                 rank_statistics = self._create_statistics()
                 rank_statistics.load_state_dict(saved_state["statistics"])
                 statistics.merge(rank_statistics)
-                self._reader.forward_seconds += saved_state["forward_seconds"]
+                self.taps.forward_seconds += saved_state["forward_seconds"]
         dist.barrier()
 
     def _update_statistics(
@@ -250,7 +248,7 @@ class Stream:
         """Run the model on batches and add the hidden states. Keys are unique over all sources, see `Sample.update`."""
         blocks = [block for batch in batches for block in batch]
         num_groups = max(self.settings.groups, 1)
-        inputs, masks = zip(*map(self._reader.make_inputs, batches), strict=True)
+        inputs, masks = zip(*map(self.taps.make_inputs, batches), strict=True)
         token_ids = torch.cat(
             [batch_inputs["input_ids"][mask] for batch_inputs, mask in zip(inputs, masks, strict=True)]
         )
@@ -262,7 +260,7 @@ class Stream:
             for device in {origin.device for origin in self._origins.values()}
         }
         rows = next(iter(tokens_by_device.values())).find_rows()
-        states = self._reader.compute_states(inputs, masks, rows)
+        states = self.taps.compute_states(inputs, masks, rows)
         for tap, tap_states in states.items():
             statistics.layers[tap].update(tap_states, tokens_by_device[tap_states.device])
             check_finite(statistics.layers[tap].power_sums, f"the hidden states at {tap}, or their fourth powers,")
@@ -277,9 +275,9 @@ class Stream:
         for source in sources:
             first_blocks = itertools.islice(self._read_limited_blocks(source, Reading()), ORIGIN_BLOCKS)
             for blocks in self._split_into_batches(first_blocks, lambda block: len(block.tokens)):
-                inputs, is_included = self._reader.make_inputs(blocks)
+                inputs, is_included = self.taps.make_inputs(blocks)
                 rows = torch.arange(int(is_included.sum()), device="cpu")
-                states = self._reader.compute_states([inputs], [is_included], rows)
+                states = self.taps.compute_states([inputs], [is_included], rows)
                 num_tokens += len(rows)
                 for tap, tap_states in states.items():
                     check_finite(tap_states, f"the hidden states at {tap}")

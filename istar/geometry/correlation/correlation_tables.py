@@ -20,10 +20,10 @@ from istar.drawing.page_tables import EMPTY_CELL, Entry, Sheet, numeric_entries
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced
 from istar.files.writing import to_csv
-from istar.geometry.collect.measures_file import FINAL_NORM, NORMAL_QUANTILE
+from istar.geometry.collect.measures_file import NORMAL_QUANTILE
 from istar.geometry.correlation.correlate import NUM_RESAMPLES, STATISTICS, CorrelationResults
 from istar.measures.catalogue import MEASURES
-from istar.runs.names import COMBINED
+from istar.runs.names import COMBINED, FINAL_NORM
 
 CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
 _MAX_FIGURES = 6

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
-from istar.geometry.collect.measures_file import FINAL_NORM, interval_half_width
+from istar.geometry.collect.measures_file import interval_half_width
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_figures import (
@@ -24,7 +24,7 @@ from istar.geometry.show.model_figures import (
     name_tap,
 )
 from istar.measures.catalogue import FIGURES, find_measure
-from istar.runs.names import COMBINED
+from istar.runs.names import COMBINED, FINAL_NORM
 
 _FINAL_NORM_DEPTH = 1.15
 """Position of the final normalization on the axis of the relative depth, beyond the last layer."""

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from istar.drawing.page_folder import read_page_texts
 from istar.geometry.collect import measures_file
-from istar.geometry.collect.measures_file import FINAL_NORM, JACKKNIFE_MEASURES, Measurements, t_quantile
+from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, t_quantile
 from istar.measures.catalogue import MEASURES
 from istar.measures.jackknife import jackknife_error
 from istar.models.saved_checkpoints import ModelArgument, check_distinct_labels
 from istar.runs.labels import shorten_model_name
+from istar.runs.names import FINAL_NORM
 
 TEXTS = read_page_texts("istar.geometry.show")
 """Titles, captions and explanations of the pages; see `texts.toml`."""

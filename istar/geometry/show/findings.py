@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
-from istar.geometry.collect.measures_file import FINAL_NORM, Measurements
+from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.measures.catalogue import MEASURES, Measure
+from istar.runs.names import FINAL_NORM
 
 MAX_LINES = 5
 """Most lines at the beginning of a page."""

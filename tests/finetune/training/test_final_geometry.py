@@ -16,7 +16,7 @@ from istar.errors import NonFiniteError
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import final_geometry as geometry_module
-from istar.finetune.training.final_geometry import StateReader, find_summary_positions, measure_validation_geometry
+from istar.finetune.training.final_geometry import EvaluationPasses, find_summary_positions, measure_validation_geometry
 from tests import oracles
 
 
@@ -32,8 +32,8 @@ def compute_states_by_example(setting, module, rows):
 
 def measure(setting, harness, module, batch_size=16, features=None, **settings):
     features = setting.validation if features is None else features
-    reader = StateReader(harness.trainer(**settings), module, setting.collate, batch_size)
-    return measure_validation_geometry(reader, FeatureRows(features))
+    passes = EvaluationPasses(harness.trainer(**settings), module, setting.collate, batch_size)
+    return measure_validation_geometry(passes, FeatureRows(features))
 
 
 def make_module_with_distinct_states(setting, scale=4.0):
@@ -84,9 +84,9 @@ def pad_left(collate: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_the_first_token_is_the_first_that_is_none_of_the_padding(setting, harness):
     module, rows = make_module_with_distinct_states(setting), FeatureRows(setting.validation)
-    right_padded = measure_validation_geometry(StateReader(harness.trainer(), module, setting.collate, 8), rows)
+    right_padded = measure_validation_geometry(EvaluationPasses(harness.trainer(), module, setting.collate, 8), rows)
     left_padded = measure_validation_geometry(
-        StateReader(harness.trainer(), module, pad_left(setting.collate), 8), rows
+        EvaluationPasses(harness.trainer(), module, pad_left(setting.collate), 8), rows
     )
     assert left_padded["tokens"] == right_padded["tokens"]
     assert left_padded["two_nn"] == [None, *(pytest.approx(value, rel=1e-3) for value in right_padded["two_nn"][1:])]
@@ -105,7 +105,7 @@ def test_the_dimension_is_that_of_the_first_examples_and_the_mean_that_of_all(se
     assert geometry["mean_activation"] == pytest.approx(of_all["mean_activation"], rel=1e-4, abs=1e-6)
     # With the padding on the left, the first tokens of a batch have different positions.
     collate, rows = pad_left(setting.collate), FeatureRows(setting.validation)
-    left_padded = measure_validation_geometry(StateReader(harness.trainer(), module, collate, 7), rows)
+    left_padded = measure_validation_geometry(EvaluationPasses(harness.trainer(), module, collate, 7), rows)
     assert left_padded["two_nn"][1:] == pytest.approx(of_first["two_nn"][1:], rel=1e-3)
 
 
@@ -120,7 +120,9 @@ def test_equal_texts_are_one_point_and_all_their_tokens(setting, harness, monkey
 
     def add_noise(batch):
         states = original(batch)
-        return [state * (1 + 1e-6 * torch.randn(state.shape, generator=generator)) for state in states]
+        return {
+            layer: state * (1 + 1e-6 * torch.randn(state.shape, generator=generator)) for layer, state in states.items()
+        }
 
     monkeypatch.setattr(module, "hidden_states", add_noise)
     repeated_geometry = measure(

@@ -187,7 +187,7 @@ def test_validation_counts_each_predicted_token_once(build: Any, options: dict[s
         halves = [{name: value[start : start + 2] for name, value in batch.items()} for start in (0, 2)]
         for half in halves:
             outputs = module.validation_step(half, 0)
-            assert len(outputs["hidden_states"]) == 3
+            assert list(outputs["hidden_states"])[:3] == ["0", "1", "2"]
         logits = module.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     evaluation = module.evaluators[""](module._outputs[0])
     losses, is_correct = [], []
@@ -208,9 +208,11 @@ def test_the_states_of_a_validation_begin_with_the_embeddings_even_if_the_model_
     module, batch = make_tuner(model, is_causal=True), make_batch(is_causal=True)
     module.on_validation_epoch_start()
     with torch.no_grad():
-        embeddings, _, last = module.validation_step(batch, 0)["hidden_states"]
+        states = module.validation_step(batch, 0)["hidden_states"]
+        assert list(states) == ["0", "1", "2", "final_norm"]
+        embeddings, last = states["0"], states["2"]
         assert_close(embeddings.double(), model.get_input_embeddings()(batch["input_ids"]), rtol=1e-6, atol=1e-7)
-        assert_close(module.hidden_states(batch)[0], embeddings, rtol=0, atol=0)
+        assert_close(module.hidden_states(batch)["0"], embeddings, rtol=0, atol=0)
         expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         assert_close(model.lm_head(model.backbone.norm_f(last).double()), expected.double(), rtol=1e-6, atol=1e-7)
 

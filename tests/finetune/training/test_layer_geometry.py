@@ -26,7 +26,7 @@ from istar.finetune.config import AdamWConfig, Config
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.finetune.training import FineTuner, ValidationGeometry
-from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.layer_outputs import BlockReader
 from istar.measures import isoscore
 from istar.models import tiny
 from istar.runs.record import read_result
@@ -119,19 +119,28 @@ def test_layers_of_gpt2_are_those_of_istar_measure(setting, harness) -> None:
     module = FineTuner(model, None, AdamWConfig(), setting.evaluators)
     batch = setting.collate(list(setting.validation)[:5])
     inputs = {name: values for name, values in batch.items() if name not in ("feature_id", "labels")}
-    taps = Taps(copy.deepcopy(model.transformer))
-    assert taps.names == ["embeddings", "layer_1", "layer_2", "final_norm"]
-    expected = taps(inputs)
+    block_reader = BlockReader(copy.deepcopy(model.transformer))
+    assert block_reader.names == ("embeddings", "layer_1", "layer_2", "final_norm")
+    expected = block_reader(inputs)
     with torch.no_grad():
         states = module.hidden_states(batch)
-    assert_close(list(states), [expected[name] for name in taps.names[:3]], rtol=1e-5, atol=1e-6)
+    assert list(states) == ["0", "1", "2", "final_norm"]
+    assert_close(list(states.values()), list(expected.values()), rtol=1e-5, atol=1e-6)
     geometry, data = ValidationGeometry(is_monitored=True), setting.data()
-    harness.trainer(geometry, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
-    points = []
+    trainer = harness.trainer(geometry, limit_val_batches=1.0)
+    trainer.validate(module, datamodule=data, verbose=False)
+    points, normed_points = [], []
     for row in setting.validation:
         row_inputs = {name: values for name, values in setting.collate([row]).items() if name in inputs}
-        points.append(taps(row_inputs)["layer_2"][0])
+        row_states = block_reader(row_inputs)
+        points.append(row_states["layer_2"][0])
+        normed_points.append(row_states["final_norm"][0])
     assert geometry.scores["2"] == pytest.approx(isoscore(torch.cat(points)).item(), rel=1e-4)
+    # The state after the norm is logged, and is not a layer of the record.
+    logged = trainer.callback_metrics
+    expected_score = isoscore(torch.cat(normed_points)).item()
+    assert logged["isotropy/final_norm/isoscore"].item() == pytest.approx(expected_score, rel=1e-4)
+    assert list(geometry.scores) == ["0", "1", "2", "union"]
 
 
 @pytest.mark.slow

@@ -106,7 +106,9 @@ def test_modes_and_random_state_are_restored(setting, harness) -> None:
 def test_hidden_states_that_are_not_finite_are_reported_with_their_step(small: Build, monkeypatch) -> None:
     original = FineTuner.hidden_states
     monkeypatch.setattr(
-        FineTuner, "hidden_states", lambda self, batch: [state * torch.nan for state in original(self, batch)]
+        FineTuner,
+        "hidden_states",
+        lambda self, batch: {layer: state * torch.nan for layer, state in original(self, batch).items()},
     )
     with pytest.raises(NonFiniteError, match="geometry after step 0: "):
         run(small("reg=none", "trainer.measure_every_n_steps=1"))

@@ -11,15 +11,15 @@ import torch
 from istar.errors import UserError
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training.final_geometry import StateReader, compute_isoscore_star_by_layer
+from istar.finetune.training.final_geometry import EvaluationPasses, compute_isoscore_star_by_layer
 from tests.finetune.training.test_final_geometry import compute_states_by_example, find_run_folder
 from tests.oracles import algorithm_1
 
 
 def measure(setting, harness, module, batch_size=16, zeta=0.2, seed=3, num_points=10**9, **settings):
     validation, train = FeatureRows(setting.validation), FeatureRows(setting.train)
-    reader = StateReader(harness.trainer(**settings), module, setting.collate, batch_size)
-    return compute_isoscore_star_by_layer(reader, validation, train, zeta, seed, num_points)
+    passes = EvaluationPasses(harness.trainer(**settings), module, setting.collate, batch_size)
+    return compute_isoscore_star_by_layer(passes, validation, train, zeta, seed, num_points)
 
 
 def compute_points_by_layer(setting, module, rows) -> dict[str, np.ndarray]:
@@ -40,7 +40,7 @@ def test_sigma_is_of_the_union_and_of_the_layer(setting, harness):
     validation_points = compute_points_by_layer(setting, module, setting.validation)
     training_points = compute_points_by_layer(setting, module, training_rows)
     isoscore_star = compute_isoscore_star_by_layer(
-        StateReader(harness.trainer(), module, setting.collate, 7),
+        EvaluationPasses(harness.trainer(), module, setting.collate, 7),
         FeatureRows(setting.validation),
         FeatureRows(training_rows),
         zeta,

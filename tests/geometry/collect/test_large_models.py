@@ -16,7 +16,7 @@ from istar.errors import UserError
 from istar.finetune.execute import extras
 from istar.geometry.collect import measure, memory, similarity
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
-from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.hidden_states.offloading import find_input_device
@@ -105,10 +105,12 @@ def test_offloaded_weights_have_the_dtype_of_the_others(folder: Path) -> None:
 
 def test_states_come_from_all_places(folder: Path) -> None:
     model = load_encoder(ModelSource(str(folder / "model")), TOKENIZER, device=place_layers(2, "disk"))
-    taps = Taps(model)
-    states = taps({"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)})
-    assert find_input_device(model) == taps.device == CPU
-    assert taps.devices == dict.fromkeys(taps.names, CPU)
+    block_reader = BlockReader(model)
+    states = block_reader(
+        {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
+    )
+    assert find_input_device(model) == block_reader.device == CPU
+    assert block_reader.devices == dict.fromkeys(block_reader.names, CPU)
     assert list(states) == ["embeddings", "layer_1", "layer_2", "layer_3", "layer_4", "final_norm"]
 
 

@@ -10,7 +10,7 @@ import transformers as hf
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.similarity import compute_mean_states, compute_similarities, read_first_documents
 from istar.measures.alignment import cka, cka_with_error
 from istar.models import tiny
@@ -43,12 +43,12 @@ def make_documents(num_documents: int, seed: int = 0) -> list[str]:
 
 def test_mean_states_are_those_of_each_document_alone() -> None:
     model, texts = make_encoder(0), make_documents(10)
-    taps = Taps(model)
+    block_reader = BlockReader(model)
     states = compute_mean_states(model, TOKENIZER, texts, length=8, batch_tokens=32)
     for index, text in enumerate(texts):
         encoding = TOKENIZER(text, truncation=True, max_length=8, return_tensors="pt")
         with torch.no_grad():
-            state_by_tap = taps(encoding)
+            state_by_tap = block_reader(encoding)
         for tap, state in state_by_tap.items():
             # The mean is over the tokens without [CLS] and [SEP].
             torch.testing.assert_close(states[tap][index], state[0, 1:-1].mean(0), rtol=0, atol=1e-5)

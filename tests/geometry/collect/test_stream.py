@@ -19,9 +19,9 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from istar.errors import NonFiniteError, UserError
-from istar.geometry.collect import corpus_statistics, layer_outputs, stream
+from istar.geometry.collect import corpus_statistics, stream
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
-from istar.geometry.collect.layer_outputs import Taps
+from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.stream import Stream
 from istar.models import tiny
 from istar.texts import corpus, demo
@@ -88,10 +88,10 @@ def compute_states_of_text(
     states: dict[str, list[Any]] = {}
     tokens: list[int] = []
     cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
-    taps = Taps(model)
+    block_reader = BlockReader(model)
     for ids in tokenize_text(text, length, documents):
         with torch.no_grad():
-            state_by_tap = taps({"input_ids": torch.tensor([[cls, *ids, sep]])})
+            state_by_tap = block_reader({"input_ids": torch.tensor([[cls, *ids, sep]])})
         block = np.array([cls, *ids, sep])
         # The text itself contains no special token.
         is_included = (
@@ -343,13 +343,13 @@ def test_the_time_of_an_interrupted_pass_counts(
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
     settings = MeasureSettings(16, batch_tokens=64, sample=0, groups=0)
 
-    class SlowTaps(Taps):
+    class SlowReader(BlockReader):
         def __call__(self, model_inputs: Any) -> Any:
             nonlocal now
             now += 1.0
             return super().__call__(model_inputs)
 
-    monkeypatch.setattr(layer_outputs, "Taps", SlowTaps)
+    monkeypatch.setattr(stream, "BlockReader", SlowReader)
 
     def make_reader(batches_left: int | None = None) -> Stream:
         reader = Stream(bert(), TOKENIZER, settings, tmp_path / "state", "same")
@@ -453,10 +453,12 @@ def test_the_first_states_that_are_not_finite_end_the_pass_at_once(
         lambda _, args, kwargs: seen.append((kwargs["input_ids"] == anna).any(1)), with_kwargs=True
     )
 
-    def damage(_: Any, args: Any, output: Any) -> Any:
-        return output.masked_fill(seen[-1][:, None, None], math.nan)
+    forward = module.forward
 
-    module.register_forward_hook(damage)
+    def damage(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs).masked_fill(seen[-1][:, None, None], math.nan)
+
+    monkeypatch.setattr(module, "forward", damage)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
     with pytest.raises(NonFiniteError, match=rf"^the hidden states at {place}\b.* are not finite"):
         reader([source], CorpusStatistics.compute_measures)
