@@ -23,7 +23,8 @@ from typing import NoReturn, Protocol
 
 from omegaconf import OmegaConf
 
-from istar.drawing.terminal import make_console, make_output_robust
+from istar.drawing.robust_output import make_output_robust
+from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, mask_secrets, shorten
 from istar.files.parsing import read_json, read_yaml
 from istar.files.writing import write_text
