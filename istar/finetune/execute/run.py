@@ -58,8 +58,8 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         if is_new:
             _push(identity, console)
             return record
-    if isinstance(identity.config.logger, WandbConfig):
-        from istar.finetune.training.loggers import log_result_to_sweep_agent
+    if isinstance(identity.config.logger, WandbConfig) and "WANDB_SWEEP_ID" in os.environ:
+        from istar.finetune.training.wandb_logger import log_result_to_sweep_agent
 
         log_result_to_sweep_agent(identity.config, asdict(record), identity.folder)
     if console is not None:
