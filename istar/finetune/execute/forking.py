@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
+import torch
+
 from istar.errors import UserError, shorten
 from istar.finetune.execute import launch, ranks
 
@@ -81,7 +83,6 @@ def _replace_environment(environment: Mapping[str, str]) -> None:
 def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
     """Execute a run in a fork with session, output, environment, rank and threads as in a new interpreter."""
     import numpy as np
-    import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     # The garbage collector need not traverse the objects of the libraries.

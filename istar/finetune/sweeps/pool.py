@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import SweepConfig, TrainerConfig
 from istar.finetune.execute.forking import ForkedProcess, is_supported
@@ -140,8 +142,6 @@ def list_visible_gpus() -> list[str]:
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None:
         return [name for name in visible_devices.split(",") if name.strip()]
-    import torch
-
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
