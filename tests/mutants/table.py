@@ -771,13 +771,6 @@ MUTATIONS = [
         "tests/finetune/training/test_pruning.py",
     ),
     Mutation(
-        "A pruned run is called finished.",
-        "istar/finetune/execute/recording.py",
-        'status = "pruned" if job.history.pruned else "finished"',
-        'status = "finished"',
-        "tests/finetune/training/test_pruning.py",
-    ),
-    Mutation(
         "A zeta of the paper's Table 1 is not searched.",
         "sweep/table1.yaml",
         'reg.zeta: "0.2,0.4,0.6,0.8"',

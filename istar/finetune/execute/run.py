@@ -18,8 +18,8 @@ from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.extras import fast_imports
 from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.execute.identify import RunIdentity, identify
-from istar.finetune.execute.ranks import find_rank
 from istar.finetune.execute.run_summary import build_run_table, describe_penalty
+from istar.finetune.processes.ranks import find_rank
 from istar.runs.record import RunRecord
 
 
