@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from istar.errors import UserError
 from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names
 from istar.hidden_states.model_layers import find_head_model, find_layers, layers_from_modules
-from istar.measures.moments import layers_per_block
+from istar.measures.batch_moments import layers_per_block
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
 Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
