@@ -35,9 +35,10 @@ from rich.table import Table
 
 from benchmarks.common import comparison_table, paired_ratio, positive_int, run_in_rotation
 from istar.finetune.config import Config, schema
-from istar.finetune.execute.forking import ForkedProcess
 from istar.finetune.execute.identify import KeyMaker, name_run
-from istar.finetune.execute.launch import RunProcesses, Spawn, blocked_signals, spawn
+from istar.finetune.processes.forking import ForkedProcess
+from istar.finetune.processes.launch import RunProcesses, Spawn, spawn
+from istar.finetune.processes.process_signals import blocked_signals
 from istar.runs.record import GEOMETRY, read_result, write_result
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -1,7 +1,8 @@
 """MkDocs hooks: pages that are generated at build time, and mathematics as MathML.
 
 - `reference/config.md` comes from the dataclasses in `istar.finetune.config`, `reference/commands.md` from the
-  commands' own `--help`, and the table of `reference/istar.md` from `istar.__all__`. None of them can be out of date.
+  commands' own `--help`, the table of `reference/istar.md` from `istar.__all__`, and the table of `measures.md` from
+  `istar.measures.catalogue`. None of them can be out of date.
 - Each notebook in `tutorials/` becomes a page with its stored outputs; nothing is executed.
 - The scripts in `examples/` follow the text of their README on one page.
 - Formulas become MathML, which browsers display without a script.
@@ -65,6 +66,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Fill in the table of public names; lead links to files of the repository to their pages."""
     if "<!-- public names -->" in markdown:
         markdown = markdown.replace("<!-- public names -->", public_names())
+    if "<!-- table of measures -->" in markdown:
+        markdown = markdown.replace("<!-- table of measures -->", table_of_measures())
     markdown = MEMBERS.sub(lambda match: members(match[1]), markdown)
     here = page.file.src_uri
     folder = posixpath.dirname(here)
@@ -248,6 +251,21 @@ def public_names() -> str:
         link = f"[`istar.{name}`]({pages[owner] if owner else ''}#{path_of(value)})"
         summary = to_markdown((inspect.getdoc(value) or "").partition("\n\n")[0])
         rows.append(f"| {link} | {_cell(summary)} |")
+    return "\n".join(rows)
+
+
+def table_of_measures() -> str:
+    """The table of all measures, without their standard errors."""
+    from istar.measures.catalogue import MEASURES
+
+    subjects = {"layers": "a layer", "matrices": "an embedding matrix", "final_norm": "the final normalization"}
+    rows = ["| measure | of | what it is | range | computed by | blind to |", "| --- | --- | --- | --- | --- | --- |"]
+    for measure in MEASURES:
+        if not measure.name.endswith("_error"):
+            function = f"`{measure.function.rpartition('.')[2]}`"
+            cells = [measure.title, subjects[measure.subject], measure.formula, measure.range, function]
+            cells.append(measure.blind_to)
+            rows.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(rows)
 
 

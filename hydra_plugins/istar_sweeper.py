@@ -61,7 +61,7 @@ class IstarSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         from istar.drawing.terminal import make_console
         from istar.errors import UserError, mask_secrets
-        from istar.finetune.execute import ranks
+        from istar.finetune.processes import ranks
         from istar.finetune.sweeps.sweep import run_sweep
 
         ranks.fix_slurm_detection()
@@ -158,7 +158,7 @@ class IstarSweeper(Sweeper):
         Raises a `UserError` if the launcher fails as a whole.
         """
         from istar.errors import UserError, shorten
-        from istar.finetune.execute.launch import make_import_variables
+        from istar.finetune.processes.launch import make_import_variables
 
         assert self.launcher is not None
         # The jobs inherit the environment, even from sbatch.

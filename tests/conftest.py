@@ -34,7 +34,7 @@ from tests.permissions import obey_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FORKING_FILES = (
-    "tests/finetune/execute/test_launch.py",
+    "tests/finetune/processes/test_launch.py",
     "tests/finetune/sweeps/test_sweep.py",
     "tests/integrations/test_transformers.py",
     "tests/finetune/training/test_processes.py",
@@ -43,7 +43,7 @@ FORKING_FILES = (
     "tests/measures/test_accumulator.py",
     "tests/hidden_states/test_penalties_in_processes.py",
     "tests/finetune/training/test_language_model_processes.py",
-    "tests/finetune/execute/test_forking.py",
+    "tests/finetune/processes/test_forking.py",
     "tests/finetune/execute/test_streamed_runs.py",
     "tests/measures/test_numerics.py",
 )

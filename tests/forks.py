@@ -26,8 +26,9 @@ from torch.multiprocessing import start_processes
 
 import istar
 from istar.cli.main import train_main
-from istar.finetune.execute import launch, ranks
-from istar.finetune.execute.forking import is_supported
+from istar.finetune.processes import child, launch, ranks
+from istar.finetune.processes.forking import is_supported
+from istar.finetune.processes.process_signals import FORWARDED_SIGNALS
 from istar.finetune.sweeps import pool
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -116,7 +117,7 @@ class ForkedInterpreter:
                 _adopt_environment(env)
                 if "LOCAL_RANK" in env:
                     os.open(marker_file.with_suffix(f".rank{env['LOCAL_RANK']}"), os.O_CREAT)
-                launch.main(command[3:])
+                child.main(command[3:])
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -147,7 +148,7 @@ def _adopt_environment(environment: Mapping[str, str]) -> None:
 
 def _forget_the_call() -> None:
     """Reset signal handlers, Hydra's state and logging to those of a new interpreter."""
-    for number in launch.FORWARDED_SIGNALS:
+    for number in FORWARDED_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     GlobalHydra.instance().clear()
     HydraConfig.instance().cfg = None

@@ -6,7 +6,7 @@ from importlib import import_module
 from istar.finetune.execute.extras import fast_imports
 
 with fast_imports():
-    for name in ("finetune.execute.preloaded", "cli.train", "integrations.transformers"):
+    for name in ("finetune.processes.preloaded", "cli.train", "integrations.transformers"):
         import_module(f"istar.{name}")
     import_module("tests.forks")
     from istar.texts import demo

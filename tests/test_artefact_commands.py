@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers as hf
 
-from istar.cli.main import _make_parser, main
+from istar.cli.main import main
+from istar.cli.options import make_parser
 from istar.models import tiny
 from istar.texts import demo
 from tests.embeddings.test_embed import TOKENIZER, build
@@ -153,7 +154,7 @@ def test_second_paper(hub: MockHub) -> None:
     pd.DataFrame({"revision": STEPS, "MR": [0.3, 0.4, 0.6, 0.5]}).to_csv("scores.csv", index=False)
     for arguments in list_commands(SECOND_PAPER):
         assert main(arguments) == 0, arguments
-    check_files(SECOND_PAPER, lambda commands: Path(_make_parser().parse_args(shlex.split(commands[-1])[1:]).out))
+    check_files(SECOND_PAPER, lambda commands: Path(make_parser().parse_args(shlex.split(commands[-1])[1:]).out))
 
     def read_figure(folder: str, name: str) -> str:
         return Path(folder, "figures", f"{name}.svg").read_text(encoding="utf-8")

@@ -15,7 +15,8 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from istar.cli.main import _make_parser, main
+from istar.cli.main import main
+from istar.cli.options import make_parser
 from tests.embeddings.test_embed import TOKENIZER, build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -93,7 +94,7 @@ def test_the_command_parses(command: str) -> None:
     program, name, *arguments = shlex.split(command)
     assert program == "istar"
     if name != "train":
-        assert _make_parser().parse_args([name, *arguments]).name == name
+        assert make_parser().parse_args([name, *arguments]).name == name
         return
     # Hydra parses the options of `istar train`.
     assert arguments[0] == "-m"
@@ -135,7 +136,7 @@ def test_the_commands_of_the_third_paper_make_their_files(tmp_path: Path, monkey
         assert main(shlex.split(command)[1:]) == 0, command
     for row in THIRD_PAPER_ROWS:
         [command] = row.commands
-        output_folder = tmp_path / _make_parser().parse_args(shlex.split(command)[1:]).out
+        output_folder = tmp_path / make_parser().parse_args(shlex.split(command)[1:]).out
         for name in row.files:
             path = output_folder / name
             formats = TABLE_FORMATS if path.parent.name == "tables" else ()

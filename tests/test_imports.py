@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from istar import measures
 from tests.waiting import SECONDS
 
 PACKAGE = Path(__file__).resolve().parents[1] / "istar"
@@ -112,6 +113,57 @@ def test_libraries_of_the_light_parts() -> None:
     assert {name: libraries for name, libraries in wrong.items() if libraries} == {}
 
 
+@functools.cache
+def imports_by_time(path: Path) -> tuple[set[str], set[tuple[str, int]]]:
+    """Return the full names that the import of a module imports, and those with lines that it leaves for later."""
+    now: set[str] = set()
+    later: set[tuple[str, int]] = set()
+
+    def visit(node: ast.AST, is_later: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                module = f"{child.module}." if isinstance(child, ast.ImportFrom) else ""
+                names = {module + alias.name for alias in child.names}
+                later.update((name, child.lineno) for name in names) if is_later else now.update(names)
+            is_type_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            visit(child, is_later or is_type_only or isinstance(child, ast.FunctionDef))
+
+    visit(parse(path)[0], False)
+    return now, later
+
+
+@functools.cache
+def loaded_libraries(name: str) -> frozenset[str]:
+    """Return the libraries, and their modules, that the import of a name loads, also through modules of istar."""
+    paths = {module_name(path): path for path in MODULES}
+    libraries, done, remaining = set(), set(), [name]
+    while remaining:
+        parts = remaining.pop().split(".")
+        prefixes = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        if parts[0] != "istar":
+            libraries |= prefixes
+            continue
+        if prefixes & {f"istar.measures.{name}" for name in measures.__all__}:
+            libraries.add("torch")  # `istar.measures` imports them when they are first used
+        for module in prefixes & set(paths) - done:
+            done.add(module)
+            remaining += imports_by_time(paths[module])[0]
+    return frozenset(libraries - set(sys.stdlib_module_names))
+
+
+def test_an_import_that_is_left_for_later_saves_a_library() -> None:
+    """Imports are at the top, unless a caller that never gets there is spared the time for a library, or its extra."""
+    useless = []
+    for path in MODULES:
+        name = module_name(path)
+        if name in ("istar", "istar.measures"):  # their public names are imported on first use
+            continue
+        for imported, line in imports_by_time(path)[1]:
+            if loaded_libraries(imported) <= loaded_libraries(name):
+                useless.append(f"{path.relative_to(PACKAGE.parent)}:{line} {imported}")
+    assert sorted(useless) == []
+
+
 FORBIDDEN_LIBRARIES = {
     "istar.statistics.conclusions": "torch lightning transformers datasets hydra matplotlib pandas",
     "istar.statistics.over_tasks": "torch lightning transformers datasets hydra matplotlib pandas",
@@ -159,8 +211,6 @@ def test_what_an_import_brings_along(modules: list[str]) -> None:
 
 def test_every_public_measure_is_found_in_a_module() -> None:
     """`istar.measures` imports its names on first use, which the import of a module of the same name would prevent."""
-    from istar import measures
-
     assert not {path.stem for path in (PACKAGE / "measures").glob("*.py")}.intersection(measures.__all__)
     assert [name for name in measures.__all__ if not hasattr(measures, name)] == []
     assert set(measures.__all__) <= set(dir(measures))
@@ -187,7 +237,7 @@ def test_nobody_asks_for_the_type_of_a_penalty() -> None:
     assert questions == []
 
 
-SHARED_NAMES = {"add_parser", "run", "main", "log", "T", "PenaltyCallback", "IsotropyCallback"}
+SHARED_NAMES = {"run", "main", "log", "T", "PenaltyCallback", "IsotropyCallback"}
 """Names of one role in several modules: parts of a command, entry points, and callbacks of a library."""
 
 

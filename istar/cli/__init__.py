@@ -1,1 +1,1 @@
-"""The command `istar`: `main` parses the arguments, and every other module implements one command."""
+"""The command `istar`: `options` has the arguments of all commands, and a module per command executes it."""

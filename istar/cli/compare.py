@@ -3,46 +3,29 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from istar.cli import shared_options
-from istar.cli.measure import measure_models
+from istar.cli.options import find_placement
+from istar.drawing import page_folder
+from istar.drawing.page_tables import print_json
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, shorten
+from istar.geometry.collect import measures_file
+from istar.geometry.show import compare, compare_page, measured_training, model_tables, terminal_tables
+from istar.geometry.show.compare import MeasuredModel
+from istar.models import saved_checkpoints
+from istar.models.saved_checkpoints import ModelArgument
 
 if TYPE_CHECKING:
     from istar.geometry.collect.similarity import Similarity
-    from istar.geometry.show.compare import MeasuredModel
-    from istar.models.saved_checkpoints import ModelArgument
     from istar.texts.corpus import Source
-
-
-def add_parser(commands: Any) -> None:
-    """Register `istar compare`."""
-    parser = commands.add_parser("compare", help="compare the geometry of several models on one page")
-    models_help = (
-        f"{shared_options.MODEL_HELP}, or a folder of istar measure; two or more; or only folders of istar measure "
-        "--revisions or --checkpoints, which are compared over their training"
-    )
-    parser.add_argument("models", nargs="+", metavar="model", help=models_help)
-    shared_options.add_measuring_options(parser)
-    shared_options.add_output(parser, "comparison")
-    shared_options.add_figures(parser)
-    cka_help = "documents of the texts for CKA, the similarity of layers; 0: none (default: 1000)"
-    parser.add_argument("--cka-documents", type=int, default=1_000, help=cka_help)
-    minima = {**shared_options.MEASURING_MINIMA, "cka_documents": 0}
-    parser.set_defaults(command=run, extra="train", minima=minima)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
-    from istar.drawing import page_folder
-    from istar.geometry.show import compare, compare_page, model_tables, terminal_tables
-    from istar.models import saved_checkpoints
-
     if options.cka_documents in (1, 2, 3):
         raise UserError(f"--cka-documents {options.cka_documents} is too small; expected 4 or more, or 0 for no CKA")
-    options.device = shared_options.find_placement(options)
+    options.device = find_placement(options)
     model_arguments = saved_checkpoints.parse_models(options.models)
     if len(model_arguments) < 2:
         raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
@@ -60,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
         warnings.append(f"the page lacks the similarity of layers: {shorten(error)}")
     page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
     if options.json:
-        shared_options.print_json({"models": model_tables.build_model_sheet(measured_models).frame})
+        print_json({"models": model_tables.build_model_sheet(measured_models).frame})
     else:
         make_console().print(terminal_tables.make_comparison_table(measured_models))
     files = f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE}"
@@ -75,18 +58,15 @@ def _parse_texts(texts: Sequence[str]) -> list["Source"]:
     return corpus.parse_sources(texts)
 
 
-def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence["ModelArgument"]) -> None:
+def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence[ModelArgument]) -> None:
     """Print the table of the models' trajectories over their training, and write the page."""
-    from istar.drawing import page_folder
-    from istar.geometry.show import compare_page, measured_training, terminal_tables
-
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
     page_folder.check(options.out, compare_page.TRAININGS_KIND, [argument.name for argument in model_arguments])
     trajectories = measured_training.read_trainings(model_arguments)
     page_path = compare_page.write_trainings(trajectories, options.out, options.typed)
     if options.json:
-        shared_options.print_json({training.label: training.table for training in trajectories})
+        print_json({training.label: training.table for training in trajectories})
     else:
         make_console().print(terminal_tables.make_training_table(trajectories))
     files = f"{page_path}, and figures, tables, {compare_page.TRAININGS_FILE}"
@@ -101,13 +81,9 @@ def _print_lines(options: argparse.Namespace, warnings: Sequence[str], files: st
 
 
 def _measure_models(
-    model_arguments: Sequence["ModelArgument"], sources: Sequence["Source"], options: argparse.Namespace
-) -> list["MeasuredModel"]:
+    model_arguments: Sequence[ModelArgument], sources: Sequence["Source"], options: argparse.Namespace
+) -> list[MeasuredModel]:
     """Return the measures of all models; unmeasured models are measured into the folder `models` in `--out`."""
-    from istar.geometry.collect import measures_file
-    from istar.geometry.show import compare
-    from istar.models import saved_checkpoints
-
     file_name, folder = measures_file.JSON_FILE, options.out / "models"
     new_models = {model: folder / model.default_label for model in model_arguments if not compare.is_measured(model)}
     if new_models and not sources:
@@ -122,14 +98,16 @@ def _measure_models(
     models = [measured[model].model if model in measured else vars(model) for model in model_arguments]
     compare.choose_labels(model_arguments, list(map(compare.name_model, models)))  # refuses labels that collide
     if new_models:
-        settings = shared_options.make_measure_settings(options)
+        from istar.cli.measure import make_measure_settings, measure_models
+
+        settings = make_measure_settings(options)
         results = measure_models(options, new_models, sources, settings)
         measured |= {model: measurements for model, measurements, _ in results}
     return compare.label_models(model_arguments, [measured[model] for model in model_arguments])
 
 
 def _compute_similarities(
-    measured_models: Sequence["MeasuredModel"], sources: Sequence["Source"], options: argparse.Namespace
+    measured_models: Sequence[MeasuredModel], sources: Sequence["Source"], options: argparse.Namespace
 ) -> list["Similarity"]:
     """Return the CKA between the layers of each pair of models over documents of the texts; [] without texts."""
     if not sources or not options.cka_documents:

@@ -2,50 +2,23 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from istar.cli import shared_options
+from istar.cli.options import EMBEDDING_FORMS
+from istar.drawing import page_folder, page_tables
 from istar.drawing.terminal import make_console, make_progress
+from istar.embeddings import embed_models, embed_page, token_frequencies
 from istar.errors import UserError, check_one_of
 from istar.files.folders import split_label
-
-_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
-
-
-def add_parser(commands: Any) -> None:
-    """Register `istar embed`."""
-    parser = commands.add_parser(
-        "embed", help="measure embedding matrices, raw and post-processed, and their word similarity"
-    )
-    add = parser.add_argument
-    add("models", nargs="+", metavar="model", help=shared_options.MODEL_HELP)
-    shared_options.add_texts(parser, "texts in which tokens are counted")
-    shared_options.add_output(parser, "embeddings")
-    shared_options.add_figures(parser)
-    add("--matrix", choices=("input", "output"), default="input", help="which embedding matrix (default: input)")
-    add("--form", choices=_FORMS, help="post-processing of a single model's matrix, for --save (default: raw)")
-    forms_help = "forms for word similarity (default: --form, or all but the last form of --form)"
-    shared_options.add_list(parser, "--forms", forms_help)
-    components_help = "number of directions that all_but_the_top removes (default: a hundredth of the dimensions)"
-    add("--components", type=int, help=components_help)
-    add("--save", choices=("matrix", "model"), help="write a single processed matrix, alone or within its model")
-    shared_options.add_list(parser, "--wordsim", "files of word similarity benchmarks, each [name=]<file>")
-    policy_help = "for words of several tokens: leave them out, or average their tokens (default: single_token)"
-    add("--policy", choices=("single_token", "mean"), default="single_token", help=policy_help)
-    parser.set_defaults(command=run, extra="train")
+from istar.files.outputs import Output
+from istar.measures import numerics
+from istar.models import embedding_matrix, pretrained, saved_checkpoints
+from istar.texts import corpus
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the embedding matrices of all models, print the first two tables, and write a page about them."""
-    from istar.drawing import page_folder, page_tables
-    from istar.embeddings import embed_models, embed_page, token_frequencies
-    from istar.files.outputs import Output
-    from istar.measures import numerics
-    from istar.models import embedding_matrix, pretrained, saved_checkpoints
-    from istar.texts import corpus
-
     for form in options.forms:
-        check_one_of("--forms", form, _FORMS)
+        check_one_of("--forms", form, EMBEDDING_FORMS)
     for name in ("form", "save"):
         if len(options.models) > 1 and getattr(options, name) is not None:
             raise UserError(f"--{name} is for a single model; remove it, or call istar embed for each model")
@@ -92,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
             console.out("the output embeddings are tied to the input embeddings: processing one processes both")
     shown_sheets = {name: sheets[name] for name in ("table1", "table2") if name in sheets}
     if options.json:
-        shared_options.print_json({name: sheet.frame for name, sheet in shown_sheets.items()})
+        page_tables.print_json({name: sheet.frame for name, sheet in shown_sheets.items()})
     for sheet in () if options.json else shown_sheets.values():
         console.print(page_tables.to_terminal_table(sheet))
         for note in sheet.notes:

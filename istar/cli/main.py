@@ -2,8 +2,8 @@
 
 import argparse
 import gc
+import importlib
 import os
-import re
 import shlex
 import shutil
 import string
@@ -11,18 +11,12 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextvars import copy_context
-from typing import Any
 
 from istar import __version__
-from istar.cli import compare, correlate, embed, measure, power, push, report, results, watch
-from istar.drawing.terminal import run_with_robust_output
+from istar.cli.options import COMMANDS, make_parser
+from istar.drawing.robust_output import run_with_robust_output
 from istar.errors import SHOW_TRACE, UserError, check_one_of, did_you_mean, explain_system_error, mask_secrets
 from istar.finetune.execute import extras
-
-_SUBCOMMANDS = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (results, report, watch, measure, compare, embed, correlate, power, push)
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,16 +39,18 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
         if arguments[:1] == ["--print-completion"]:
             _print_completion(arguments[1:])
             return 0
-        if arguments and not arguments[0].startswith("-") and arguments[0] not in _SUBCOMMANDS:
-            hint = did_you_mean(arguments[0], ["train", *_SUBCOMMANDS])
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+            hint = did_you_mean(arguments[0], ["train", *COMMANDS])
             raise UserError(f"istar {arguments[0]}: unknown command{hint}; `istar --help` lists all")
-        options = _make_parser().parse_args(arguments)
+        options = make_parser().parse_args(arguments)
         options.typed = mask_secrets(shlex.join(["istar", *arguments]))
         extras.require(f"istar {options.name}", options.extra)
         _check_minima(options)
         if getattr(options, "figures", ()):
             _set_figure_formats(options.figures)
-        options.command(options)
+        # The list of measures needs neither torch nor what else `istar.cli.measure` imports.
+        module = "list_measures" if getattr(options, "list", None) is not None else options.name
+        importlib.import_module(f"istar.cli.{module}").run(options)
     except UserError as error:
         if SHOW_TRACE:
             raise
@@ -74,7 +70,7 @@ def _print_completion(shells: Sequence[str]) -> None:
 
     if len(shells) != 1 or shells[0] not in shtab.SUPPORTED_SHELLS:
         raise UserError(f"--print-completion: expected one of {', '.join(shtab.SUPPORTED_SHELLS)}")
-    print(shtab.complete(_make_parser(), shells[0]))
+    print(shtab.complete(make_parser(), shells[0]))
 
 
 def _check_minima(options: argparse.Namespace) -> None:
@@ -135,33 +131,6 @@ def _format_train_help(command: str) -> str:
     config = yaml.safe_load((config_folder() / "config.yaml").read_text(encoding="utf-8"))
     template = string.Template(config["hydra"]["help"]["template"])
     return template.substitute(command=command, groups="\n".join(groups)).rstrip()
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that explains a mistake in one line."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            known_options = re.findall(r"--[\w-]+", self.format_usage())
-            self.error(f"unexpected argument {unknown[0]}{did_you_mean(unknown[0], known_options)}")
-        return options, unknown
-
-    def error(self, message: str) -> Any:
-        raise UserError(f"{message}; `{self.prog} --help` shows how to call it")
-
-
-def _make_parser() -> _Parser:
-    parser = _Parser(prog="istar", description="Train models, measure their geometry, and compare and report runs.")
-    parser.add_argument("--version", action="version", version=f"istar {__version__}")
-    # `_run_command` executes it; here for `--help`.
-    parser.add_argument("--print-completion", metavar="shell", help="print the completions of bash, zsh, tcsh or fish")
-    parser.set_defaults(minima={})
-    subparsers = parser.add_subparsers(required=True, metavar="command", dest="name")
-    subparsers.add_parser("train", help="train or fine-tune a model: istar train task=rte reg=istar reg.lambda=-1")
-    for subcommand_module in _SUBCOMMANDS.values():
-        subcommand_module.add_parser(subparsers)
-    return parser
 
 
 if __name__ == "__main__":

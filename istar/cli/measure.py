@@ -3,34 +3,22 @@
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from istar.cli import shared_options
+from istar.cli.options import find_placement
+from istar.drawing import page_folder
+from istar.drawing.page_tables import print_json
 from istar.drawing.terminal import make_console
-from istar.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from istar.geometry.collect.corpus_statistics import MeasureSettings
-    from istar.geometry.collect.measures_file import Measurements
-    from istar.models.saved_checkpoints import ModelArgument
-    from istar.texts.corpus import Source
-
-
-def add_parser(commands: Any) -> None:
-    """Register `istar measure`."""
-    parser = commands.add_parser("measure", help="measure the geometry of models' layers on texts")
-    add = parser.add_argument
-    add("models", nargs="*", metavar="model", help=shared_options.MODEL_HELP)
-    shared_options.add_measuring_options(parser)
-    shared_options.add_output(parser, "geometry")
-    shared_options.add_figures(parser)
-    shared_options.add_list(parser, "--revisions", "instead of a model's revision: several, to measure one by one")
-    add("--checkpoints", help="instead of a model: a pattern 'folder/*' of saved models, runs or .ckpt files")
-    add("--steps", type=Path, help="CSV table with the columns checkpoint and step, for checkpoints that record none")
-    add("--list", nargs="?", const="", metavar="measure", help="list all measures, or describe one, and exit")
-    parser.set_defaults(command=run, extra="train", minima=shared_options.MEASURING_MINIMA)
+from istar.errors import UserError
+from istar.geometry.collect import measure, measures_file, stream, trajectory, trajectory_file
+from istar.geometry.collect.corpus_statistics import MeasureSettings
+from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.show import compare_page, terminal_tables
+from istar.models import saved_checkpoints
+from istar.models.saved_checkpoints import ModelArgument
+from istar.texts import corpus
+from istar.texts.corpus import Source
 
 
 def run(options: argparse.Namespace) -> None:
@@ -38,22 +26,15 @@ def run(options: argparse.Namespace) -> None:
 
     The results of a single model are in `--out`, and of several in subfolders with their labels.
     """
-    if options.list is not None:
-        _list_measures(options.list)
-        return
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
-    settings = shared_options.make_measure_settings(options)
-    options.device = shared_options.find_placement(options)
+    settings = make_measure_settings(options)
+    options.device = find_placement(options)
     if options.device_map and (options.revisions or options.checkpoints is not None):
         raise UserError("--device-map does not go with --revisions or --checkpoints; measure <model>@<revision> each")
-    from istar.geometry.collect.stream import join_process_group
-    from istar.models import saved_checkpoints
-    from istar.texts import corpus
-
     models = saved_checkpoints.parse_models(options.models)
     sources = corpus.parse_sources(options.text)
-    with join_process_group() as rank:
+    with stream.join_process_group() as rank:
         if not options.revisions and options.checkpoints is None:
             _print_models(options, models, sources, settings, rank)
         elif rank == 0 and "WORLD_SIZE" not in os.environ:
@@ -62,37 +43,23 @@ def run(options: argparse.Namespace) -> None:
             raise UserError("--revisions and --checkpoints are measured by one process; call them without torchrun")
 
 
-def _list_measures(name: str) -> None:
-    """Print a line for each measure, or with a name all that is known about the measures of this name."""
-    from istar.measures.catalogue import MEASURES
-
-    chosen = [measure for measure in MEASURES if name == measure.name]
-    if name and not chosen:
-        hint = did_you_mean(name, [measure.name for measure in MEASURES])
-        raise UserError(f"--list {name}: unknown measure{hint}; istar measure --list shows all")
-    console = make_console()
-    for measure in chosen:
-        console.print("\n".join(f"{key}: {value}" for key, value in asdict(measure).items() if value), soft_wrap=True)
-    for subject in () if name else ("layers", "matrices", "final_norm"):
-        console.out(f"{subject.replace('_', ' ')}:")
-        for measure in MEASURES:
-            if measure.subject == subject and not measure.name.endswith("_error"):
-                line = f"  {measure.name:31}{measure.title}: {measure.range}"
-                console.print(line, no_wrap=True, overflow="ellipsis")
+def make_measure_settings(options: argparse.Namespace) -> MeasureSettings:
+    """Return the settings that `add_measuring_options` has parsed."""
+    if options.groups == 1:
+        raise UserError("--groups 1 gives no standard errors; expected at least 2, or 0 to compute none")
+    same_names = {field.name for field in fields(MeasureSettings)} - {"limit", "intra"}
+    settings = {name: getattr(options, name) for name in same_names}
+    return MeasureSettings(limit=options.max_tokens, intra=not options.no_intra, **settings)
 
 
 def measure_models(
     options: argparse.Namespace,
-    folders: "Mapping[ModelArgument, Path]",
-    sources: "Sequence[Source]",
-    settings: "MeasureSettings",
+    folders: Mapping[ModelArgument, Path],
+    sources: Sequence[Source],
+    settings: MeasureSettings,
     rank: int = 0,
-) -> "Iterator[tuple[ModelArgument, Measurements, Path]]":
+) -> Iterator[tuple[ModelArgument, Measurements, Path]]:
     """Measure each model into its folder; on rank 0, yield it with its measurements and the path of its page."""
-    from istar.drawing import page_folder
-    from istar.geometry.collect import measure, stream
-    from istar.geometry.show import compare_page
-
     texts = [source.path for source in sources]
     for model, folder in folders.items():
         page_folder.check(folder, compare_page.MODEL_KIND, (model.source.name, *texts))
@@ -110,16 +77,12 @@ def measure_models(
 
 def _print_models(
     options: argparse.Namespace,
-    models: "Sequence[ModelArgument]",
-    sources: "Sequence[Source]",
-    settings: "MeasureSettings",
+    models: Sequence[ModelArgument],
+    sources: Sequence[Source],
+    settings: MeasureSettings,
     rank: int,
 ) -> None:
     """Measure each model; on rank 0, print the tables of their layers."""
-    from istar.geometry.collect import measures_file
-    from istar.geometry.show import terminal_tables
-    from istar.models import saved_checkpoints
-
     if not models:
         raise UserError("model is missing; expected a hub id, a folder or a run, or --checkpoints")
     if options.steps is not None:
@@ -134,20 +97,16 @@ def _print_models(
         files = f"{measures_file.CSV_FILE} and {measures_file.JSON_FILE}"
         console.out(f"{page_path}, and figures, tables, {files} next to it", highlight=False)
     if options.json and rank == 0:
-        shared_options.print_json(frames)
+        print_json(frames)
 
 
 def _print_trajectory(
     options: argparse.Namespace,
-    models: "Sequence[ModelArgument]",
-    sources: "Sequence[Source]",
-    settings: "MeasureSettings",
+    models: Sequence[ModelArgument],
+    sources: Sequence[Source],
+    settings: MeasureSettings,
 ) -> None:
     """Measure several checkpoints of a training, print their table and write their page."""
-    from istar.geometry.collect import measures_file, trajectory, trajectory_file
-    from istar.geometry.show import compare_page, terminal_tables
-    from istar.models import saved_checkpoints
-
     if len(models) > 1 or any(model.revision for model in models) or (options.revisions and options.checkpoints):
         raise UserError(
             "--revisions, --checkpoints and <model>@<revision> do not go together, nor do several models; call istar "
@@ -169,9 +128,7 @@ def _print_trajectory(
     if measured_trajectory.measurements:
         console = make_console(stderr=options.json)
         if options.json:
-            shared_options.print_json(
-                {"checkpoints": trajectory_file.make_trajectory_table(plan, checkpoints, measured_trajectory)}
-            )
+            print_json({"checkpoints": trajectory_file.make_trajectory_table(plan, checkpoints, measured_trajectory)})
         else:
             console.print(terminal_tables.make_checkpoint_table(plan, checkpoints, measured_trajectory))
         page_path = compare_page.write_training(plan, checkpoints, measured_trajectory)

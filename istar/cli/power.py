@@ -2,34 +2,18 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
-from istar.statistics import ALPHA, POWER
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from istar.reports.method_comparisons import MethodComparison
-
-
-def add_parser(commands: Any) -> None:
-    """Register `istar power`."""
-    parser = commands.add_parser(
-        "power",
-        help="how many seeds a comparison needs: istar power --sd 2.1 --difference 1.0",
-        description="Say how many seeds two methods need for a difference to be found by the paired t-test, or, with "
-        "--pairs, the smallest difference that so many seeds can find.",
-    )
-    parser.add_argument("--sd", type=float, help="standard deviation of the paired differences, in the metric's unit")
-    parser.add_argument("--runs", type=Path, help="folder of runs from which the standard deviations are estimated")
-    parser.add_argument("--difference", type=float, help="difference that is to be found, in the metric's unit")
-    parser.add_argument("--pairs", type=int, help="number of seeds that both methods have")
-    parser.add_argument("--alpha", type=float, default=ALPHA, help=f"two-sided significance level (default: {ALPHA})")
-    power_help = f"probability of finding the difference (default: {POWER})"
-    parser.add_argument("--power", type=float, default=POWER, help=power_help)
-    parser.set_defaults(command=run, extra="report")
+from istar.reports.configurations import add_selection_columns
+from istar.reports.method_comparisons import MethodComparison, compare_methods
+from istar.reports.paper_tables import EMPTY_CELL
+from istar.reports.run_frame import read_runs
+from istar.statistics import power
+from istar.statistics.arguments import is_constant
 
 
 def run(options: argparse.Namespace) -> None:
@@ -40,9 +24,6 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--difference and --pairs exclude each other: one is given, the other is the answer")
     if options.runs is None and options.difference is None and options.pairs is None:
         raise UserError("--sd needs --difference, for the number of seeds, or --pairs, for the smallest difference")
-    # Imported here so that `istar --help` does not wait for SciPy and pandas.
-    from istar.statistics import power
-
     console = make_console()
     if options.runs is not None:
         console.print(_make_spread_table(options))
@@ -54,14 +35,12 @@ def run(options: argparse.Namespace) -> None:
         console.out(answer, highlight=False)
 
 
-def _make_spread_table(options: argparse.Namespace) -> "Table":
+def _make_spread_table(options: argparse.Namespace) -> Table:
     """Return a table of the standard deviation of each method's differences from Base, with the answer to the question.
 
     With `--difference`, the answer is the number of seeds that this difference needs. Otherwise it is the minimum
     detectable difference for `--pairs` seeds or, without it, for the runs' seeds.
     """
-    from rich.table import Table
-
     comparisons = compare_with_base(options.runs)
     if options.difference is not None:
         answer_header = f"seeds for a\ndifference of {options.difference:g}"
@@ -88,15 +67,11 @@ def _make_spread_table(options: argparse.Namespace) -> "Table":
     return table
 
 
-def compare_with_base(folder: Path) -> "list[MethodComparison]":
+def compare_with_base(folder: Path) -> list[MethodComparison]:
     """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder.
 
     Raises a `UserError` if `folder` is not a folder, or lacks such a comparison.
     """
-    from istar.reports.configurations import add_selection_columns
-    from istar.reports.method_comparisons import compare_methods
-    from istar.reports.run_frame import read_runs
-
     compared_methods = compare_methods(add_selection_columns(read_runs(folder, keep_records=True)))
     comparisons = [comparison for comparison in compared_methods.comparisons if comparison.difference_by_seed]
     if not comparisons:
@@ -109,12 +84,6 @@ def compare_with_base(folder: Path) -> "list[MethodComparison]":
 
 def _make_spread_cells(differences: list[float], options: argparse.Namespace) -> tuple[str, str, str]:
     """Return the table cells of a method: the standard deviation of its differences, its interval, and the answer."""
-    import numpy as np
-
-    from istar.reports.paper_tables import EMPTY_CELL
-    from istar.statistics import power
-    from istar.statistics.arguments import is_constant
-
     if len(differences) < 2:
         return EMPTY_CELL, EMPTY_CELL, "needs 2 seeds"
     if is_constant(np.array(differences)):

@@ -1,24 +1,11 @@
 """Implements `istar results`: a table of the runs in a folder."""
 
 import argparse
-from pathlib import Path
-from typing import Any
 
-from istar.cli import shared_options
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, did_you_mean
 from istar.files.writing import to_csv
-
-
-def add_parser(commands: Any) -> None:
-    """Register `istar results`."""
-    parser = commands.add_parser("results", help="show the runs in a folder as a table")
-    shared_options.add_runs_folder(parser)
-    parser.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
-    parser.add_argument("--sort", default="name", help="column to sort by, best first (default: name)")
-    shared_options.add_list(parser, "--columns", "columns to print, such as name,value,optim.lr")
-    parser.add_argument("--json", action="store_true", help="print the columns as JSON, with fractions, not percent")
-    parser.set_defaults(command=run, extra="report")
+from istar.reports import run_frame
 
 
 def run(options: argparse.Namespace) -> None:
@@ -26,9 +13,6 @@ def run(options: argparse.Namespace) -> None:
 
     Outside of a terminal and in files, values are unrounded, and no column is left out.
     """
-    # Imported here so that `istar --help` does not wait for pandas.
-    from istar.reports import run_frame
-
     if options.out is not None:
         run_frame.check_export(options.out)
     runs = run_frame.read_runs(options.folder)

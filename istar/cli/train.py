@@ -23,8 +23,9 @@ from istar.drawing.terminal import make_console
 from istar.errors import SHOW_TRACE, StoppedError, UserError, did_you_mean, explain_system_error
 from istar.finetune.config import Config, schema
 from istar.finetune.config.options import config_folder
-from istar.finetune.execute import extras, launch, ranks
-from istar.finetune.execute.extras import fast_imports
+from istar.finetune.execute import extras
+from istar.finetune.processes import launch, ranks
+from istar.finetune.processes.process_count import processes_to_start
 from istar.finetune.sweeps.trials import allow_options_without_key
 
 SECONDS_FOR_RANK_ZERO = 10.0
@@ -151,13 +152,13 @@ def start_run(settings: Config, trial: str | None) -> object:
     if trial is not None:
         extras.require("sweep.trial", "sweep")
     ranks.fix_slurm_detection()
-    num_processes = launch.processes_to_start(settings.trainer)
+    num_processes = processes_to_start(settings.trainer)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return run_launched_job(settings, num_processes, trial)
     if num_processes > 1:
         return launch.launch(settings, num_processes, trial)
     # The libraries are imported only now, so that `--help` and config errors do not wait for them.
-    with fast_imports():
+    with extras.fast_imports():
         from istar.finetune.execute.run import run
 
     return run(settings, make_console(), trial)

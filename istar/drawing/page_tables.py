@@ -1,5 +1,6 @@
 """Tables with captions, and their formats: Markdown, LaTeX and the terminal."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 from rich.table import Table
+
+from istar.drawing.terminal import make_console
 
 EMPTY_CELL = "-"
 """Text of a cell without a value."""
@@ -187,3 +190,9 @@ def _format_markdown_entry(entry: Entry) -> str:
 
 def _escape_markdown(text: str) -> str:
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))
+
+
+def print_json(frames: Mapping[str, pd.DataFrame]) -> None:
+    """Print the rows of each table as an array of objects, by the name of the table, as JSON."""
+    rows = {name: json.loads(frame.to_json(orient="records", double_precision=15)) for name, frame in frames.items()}
+    make_console().out(json.dumps(rows, indent=1, ensure_ascii=False), highlight=False)

@@ -16,7 +16,7 @@ from istar.hidden_states import AttachedPenalty, PenaltySettings, attach
 from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.attached_penalty import HIDDEN_STATES, NUM_POINTS
 from istar.hidden_states.model_layers import find_layers
-from istar.integrations.transformers import STATE_FILE, PenaltyCallback, save_penalty
+from istar.integrations.trainer_callback import STATE_FILE, PenaltyCallback, save_penalty
 from istar.regularizers import Penalty, layer_numbers, select_layers
 from istar.regularizers.points import Tokens
 

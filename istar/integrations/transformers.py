@@ -1,25 +1,22 @@
 """Penalties on hidden states for transformers' `Trainer` and its subclasses, such as trl's `SFTTrainer`."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from istar.errors import UserError, check_one_of
-from istar.files.writing import atomic_write
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
-from istar.integrations.loaders import iterate_in_new_order
+from istar.integrations.trainer_callback import STATE_FILE, PenaltyCallback, save_penalty
 from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums, sum_all_points
 from istar.regularizers import Penalty, Points
 from istar.regularizers.points import ALL_POINTS, Layers, Tokens
@@ -28,10 +25,6 @@ if TYPE_CHECKING:
     _TrainerBase = Trainer
 else:
     _TrainerBase = object
-
-
-STATE_FILE = "istar_penalty.safetensors"
-"""Name of the file with the penalty's state in the folder of a checkpoint."""
 
 
 class PenaltyMixin(_TrainerBase):
@@ -253,68 +246,6 @@ class PenaltyMixin(_TrainerBase):
 
 class PenaltyTrainer(PenaltyMixin, Trainer):
     """transformers' `Trainer` with a penalty on hidden states; see `PenaltyMixin` for the arguments."""
-
-
-class PenaltyCallback(TrainerCallback):
-    """Attaches the penalty of a trainer or a loss, sets its weight, computes its Sigma_S and restores its state.
-
-    Terms are logged by the trainer itself: in a callback's `on_log`, they would miss the trainer's log history and the
-    reporters that are called earlier.
-
-    Args:
-        owner: has a method `attach_penalty`, and the attribute `resumed_checkpoint`, a folder or None. A trainer also
-            has a method `check_loss`.
-    """
-
-    state_file = STATE_FILE
-    """Name of the file with the penalty's state in the folder of a checkpoint."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.attached: Any = None
-        # Whether training resumes within the next epoch, rather than at its beginning.
-        self._resumes_epoch = False
-
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach the penalty to the model, and load its state if training resumes from a checkpoint."""
-        self.attached = self.owner.attach_penalty()
-        if self.owner.resumed_checkpoint is not None:
-            path = self.owner.resumed_checkpoint / self.state_file
-            if path.exists():
-                self.attached.load_state_dict(load_file(path))
-            else:
-                warnings.warn(f"{path} does not exist: the checkpoint has no penalty", UserWarning, stacklevel=2)
-        self.attached.penalty.to(args.device)
-        self._resumes_epoch = state.global_step > 0 and not float(state.epoch).is_integer()
-
-    def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compute Sigma_S if it is due, unless training resumes within an epoch."""
-        self._refresh_if_due(args, state, not self._resumes_epoch, kwargs["train_dataloader"])
-        self._resumes_epoch = False
-
-    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the penalty's weight, and compute Sigma_S if it is due before this optimizer step."""
-        self.attached.set_weight(state.global_step, state.max_steps)
-        self._refresh_if_due(args, state, False, kwargs["train_dataloader"])
-
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that the penalty is part of the loss."""
-        self.owner.check_loss()
-
-    def _refresh_if_due(self, args: TrainingArguments, state: Any, is_epoch_start: bool, loader: Any) -> None:
-        # The seed depends on the step, so that resuming gives the same batches as without the interruption.
-        batches = iterate_in_new_order(loader, args.seed + state.global_step)
-        dtype = torch.bfloat16 if args.bf16 else torch.float16
-        with torch.autocast(args.device.type, dtype, enabled=args.bf16 or args.fp16):
-            self.attached.refresh_if_due(state.global_step, is_epoch_start, batches)
-
-
-def save_penalty(attached: AttachedPenalty, path: Path, args: TrainingArguments) -> None:
-    """Save the state of an attached penalty in a checkpoint; all processes call this together."""
-    state = attached.state_dict()
-    if args.should_save:
-        with atomic_write(path) as file:
-            file.write(save(state))
 
 
 class IsotropyCallback(TrainerCallback):

@@ -8,51 +8,23 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from istar.measures.accumulator import Accumulator
-    from istar.measures.activations import (
-        Activation,
-        MassiveActivations,
-        MassiveActivationsSummary,
-        TokenKurtosis,
-        TokenKurtosisSummary,
-        token_kurtosis,
-    )
-    from istar.measures.alignment import cka, cka_with_error
-    from istar.measures.catalogue import Measure, find_measure
-    from istar.measures.classes import ClassIsotropy, ClassMoments, class_isotropy
-    from istar.measures.contributions import (
-        CosineContributions,
-        cosine_without_dimensions,
-        standardized_cosine,
-    )
-    from istar.measures.cosine import AverageCosine, IntraSim, adjusted_intra_sim, average_cosine, intra_sim
-    from istar.measures.dimension import Dimension, ScaleDimension, gride, gride_scales, two_nn, two_nn_with_error
-    from istar.measures.dimension_moments import DimensionMoments, outlier_dimensions
-    from istar.measures.isoscores import (
-        isoscore,
-        isoscore_from_covariance,
-        isoscore_star,
-        isoscore_unbiased,
-        shrink,
-        shrinkage_intensity,
-    )
-    from istar.measures.jackknife import ValueWithError, jackknife_error
-    from istar.measures.moments import FourthMoments, Moments
-    from istar.measures.norms import LayerNormSummary, Norms, NormSummary, layer_norm_summary, norm_summary
-    from istar.measures.partition import PartitionIsotropy, partition_isotropy
-    from istar.measures.point_groups import GroupedPoints, GroupSummary, log2_bin_range, log2_bins
-    from istar.measures.postprocess import all_but_the_top, centered, scaled_centered
-    from istar.measures.spectrum import (
-        PowerLaw,
-        alpha_req,
-        effective_rank,
-        nesum,
-        participation_ratio,
-        rank_me,
-        singular_values,
-        top_share,
-        variance_shares,
-    )
+    from istar.measures.accumulator import *
+    from istar.measures.activations import *
+    from istar.measures.alignment import *
+    from istar.measures.catalogue import *
+    from istar.measures.classes import *
+    from istar.measures.contributions import *
+    from istar.measures.cosine import *
+    from istar.measures.dimension import *
+    from istar.measures.dimension_moments import *
+    from istar.measures.isoscores import *
+    from istar.measures.jackknife import *
+    from istar.measures.moments import *
+    from istar.measures.norms import *
+    from istar.measures.partition import *
+    from istar.measures.point_groups import *
+    from istar.measures.postprocess import *
+    from istar.measures.spectrum import *
 
 __all__ = [
     "Accumulator",

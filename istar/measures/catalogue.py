@@ -34,7 +34,8 @@ class Measure:
         figure: figure that shows it; see `FIGURES`.
         bounds: ends of its axis, with `d` for the number of dimensions; None for an axis around the values.
         log: whether its axis is logarithmic if the values need it.
-        error: whether it has a standard error from groups of documents.
+        error: what its standard error needs of each group of documents: `points`, sums over points, or `covariance`,
+            d² numbers; empty if it has none.
         summary: whether tables with a row for each model show it.
         compared: whether pages of several models begin with it.
         needs_inter_sim: figures show it only where InterSim is at least this.
@@ -58,7 +59,7 @@ class Measure:
     figure: str = ""
     bounds: tuple[float, float | Literal["d"]] | None = None
     log: bool = False
-    error: bool = False
+    error: Literal["", "points", "covariance"] = ""
     summary: bool = False
     compared: bool = False
     needs_inter_sim: float | None = None
@@ -96,7 +97,7 @@ def _describe_error(measure: Measure) -> Measure:
         formula="√((G-1)/G Σ (θ₍g₎ - mean)²), θ₍g₎ the measure without group g of G groups of documents",
         range="≥ 0",
         convention="delete-a-group jackknife; tokens of a document may depend on each other; G - 1 degrees of freedom",
-        cost="memory O(G d)" if measure.name in ("inter_sim", "average_norm") else "memory O(G d²)",
+        cost="memory O(G d)" if measure.error == "points" else "memory O(G d²)",
         blind_to="the bias of the measure; dependence between documents",
         function="istar.measures.jackknife.jackknife_error",
         paper="Tukey (1958); Kott (2001)",
@@ -111,6 +112,13 @@ MEASURES: tuple[Measure, ...] = (
     *_read_measures("final_norm"),
 )
 """All measures: of the layers with their standard errors, of the embedding matrices, and of the final normalization."""
+MEASURES_WITH_ERROR = {
+    measure.name: measure.error
+    for needed in ("points", "covariance")
+    for measure in _LAYER_MEASURES
+    if measure.error == needed
+}
+"""The measures with a standard error, those that need the least first, and their `Measure.error`."""
 FIGURES = {name: FigureGroup(**row) for name, row in _TABLE["figures"].items()}
 """Figures of pages by name, in their order."""
 

@@ -25,8 +25,8 @@ from torch.nn.functional import pad
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator, world_size
+from istar.measures.batch_moments import mean_and_scatter
 from istar.measures.isoscores import isoscore_from_covariance
-from istar.measures.moments import mean_and_scatter
 from istar.measures.numerics import accumulation_dtype, check_one_per_point, check_points, full_precision, zero_vector
 
 
@@ -80,9 +80,9 @@ def class_isotropy(points: Tensor, labels: Tensor, mask: Tensor | None = None) -
 def class_means_and_scatter(points: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     r"""Compute the class means :math:`m_c` and the scatter :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T`.
 
-    Differentiable in the points, any number of times. `istar.measures.moments.mean_and_scatter` computes the scatter
-    from the centered points; its backward pass is one matrix product. The class means need two more products, with a
-    matrix `(n, C)`.
+    Differentiable in the points, any number of times. `istar.measures.batch_moments.mean_and_scatter` computes the
+    scatter from the centered points; its backward pass is one matrix product. The class means need two more products,
+    with a matrix `(n, C)`.
 
     Args:
         points: `(n, d)`, any floating dtype.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.moments import BatchMoments, Moments, merge_moments
+from istar.measures.batch_moments import BatchMoments
+from istar.measures.moments import Moments, merge_moments
 from istar.measures.numerics import (
     accumulation_dtype,
     check_finite,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from istar.errors import OptionError, check_at_least, check_number_or_word, check_one_of
 from istar.measures.accumulator import sum_over_processes
-from istar.measures.moments import BatchMoments, Moments, mean_and_scatter, merge_moments
+from istar.measures.batch_moments import BatchMoments, mean_and_scatter
+from istar.measures.moments import Moments, merge_moments
 from istar.measures.numerics import without_autocast
 from istar.regularizers.points import Layers, Tokens, check_layers, select_layers
 
@@ -395,8 +396,3 @@ class MomentsPenalty(Penalty):
 
         The sums over the points of each layer were computed in `dtype`, and have its rounding errors.
         """
-
-
-def squared_off_diagonal(matrix: Tensor) -> Tensor:
-    """Return the sum of the squares of the entries of a matrix `(d, d)` that are not on its diagonal, 0-d."""
-    return (matrix - matrix.diagonal().diag()).square().sum()

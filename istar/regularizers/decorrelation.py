@@ -13,7 +13,7 @@ from torch import Tensor
 from istar.measures.isoscores import covariance_or_nan
 from istar.measures.moments import Moments
 from istar.measures.numerics import is_rounding
-from istar.regularizers.base import MomentsPenalty, squared_off_diagonal
+from istar.regularizers.base import MomentsPenalty
 
 
 @dataclass(eq=False, repr=False)
@@ -42,3 +42,8 @@ class Decorrelation(MomentsPenalty):
         value = squared_off_diagonal(inverse_deviations[:, None] * covariance * inverse_deviations)
         d = len(covariance)
         return value, value / (d * (d - 1))
+
+
+def squared_off_diagonal(matrix: Tensor) -> Tensor:
+    """Return the sum of the squares of the entries of a matrix `(d, d)` that are not on its diagonal, 0-d."""
+    return (matrix - matrix.diagonal().diag()).square().sum()

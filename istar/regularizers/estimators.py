@@ -1,8 +1,8 @@
 r"""Estimators of IsoScore for `IStar`: the paper's IsoScore\* and the unbiased score.
 
 An estimator computes the score in two steps. First, layers are reduced to sums over their points, such as the mean and
-the scatter matrix. The backward pass of `istar.measures.moments.mean_and_scatter` is one matrix product. Second, the
-sums of the layers are merged and scored by ordinary autograd operations on a few matrices `(d, d)`.
+the scatter matrix. The backward pass of `istar.measures.batch_moments.mean_and_scatter` is one matrix product. Second,
+the sums of the layers are merged and scored by ordinary autograd operations on a few matrices `(d, d)`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures.batch_moments import BatchMoments, fourth_moments, mean_and_scatter_of_layers
 from istar.measures.isoscores import (
     covariance_or_nan,
     unchecked_isoscore,
     unchecked_isoscore_unbiased,
     unchecked_shrinkage_intensity,
 )
-from istar.measures.moments import BatchMoments, Moments, fourth_moments, mean_and_scatter_of_layers, merge_moments
+from istar.measures.moments import Moments, merge_moments
 from istar.measures.numerics import is_rounding
 
 

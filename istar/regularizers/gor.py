@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from istar.measures.moments import BatchMoments, Moments, mean_and_scatter
+from istar.measures.batch_moments import BatchMoments, mean_and_scatter
+from istar.measures.moments import Moments
 from istar.regularizers.base import MomentsPenalty
 from istar.regularizers.points import unit_points
 

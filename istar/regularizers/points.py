@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import OptionError, UserError, check_one_of
-from istar.measures.moments import mask_to_indices
+from istar.measures.batch_moments import mask_to_indices
 from istar.measures.numerics import check_tensor
 
 Layers = str | Sequence[int]

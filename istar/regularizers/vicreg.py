@@ -20,7 +20,8 @@ from torch import Tensor
 from istar.errors import check_range
 from istar.measures.isoscores import covariance_or_nan
 from istar.measures.moments import Moments
-from istar.regularizers.base import MomentsPenalty, squared_off_diagonal
+from istar.regularizers.base import MomentsPenalty
+from istar.regularizers.decorrelation import squared_off_diagonal
 
 EPSILON = 1e-4
 """The epsilon of the VICReg paper, which bounds the gradient of the standard deviation."""

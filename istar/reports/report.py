@@ -1,10 +1,11 @@
 """`istar report`: writes an HTML page with the paper's tables and figures for the runs in a folder."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -26,11 +27,25 @@ from istar.reports import (
     task_averages,
     training_figures,
 )
+from istar.reports.method_comparisons import ComparedMethods
 from istar.reports.run_frame import Runs, read_runs
 from istar.runs.names import BASE_LABEL
 from istar.statistics import conclusions
 
 REPORT_KIND = PageKind("report", "istar report")
+_NO_RUN = "No run has what it shows."
+_READING_GUIDE = (
+    "Metrics are in percent, except losses and perplexities. They are measured on validation sets, never on a test "
+    "set, at the epoch with the best headline metric of each run. "
+    "A row of the table of all methods is one method; each λ is a method. Of a method's configurations (all settings "
+    "except the seed), the page shows the one with the most seeds, then the largest validation set, then the best mean "
+    "on the set that chose the epoch. If nothing was held out, the reported numbers make this choice, and its mean is "
+    "biased upwards. Only the first section says what may be concluded. Its tests are paired over the seeds and "
+    "corrected by Holm's method for all comparisons of this page. They need the same seeds, the same data and the same "
+    "number of trials, epochs and examples for both methods. "
+    "Collapsed runs, which have constant predictions, are part of the means. Failed, unfinished and pruned runs do not "
+    "count. The runs of a line in a figure differ only in the seed and in what its axis or legend varies."
+)
 
 
 @dataclass(frozen=True)
@@ -60,19 +75,20 @@ def write_report(root: Path, out: Path, console: Console | None = None, referenc
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""
             raise UserError(f"{root} holds no runs{note}; train.py leaves them below run.root")
         progress.update(progress_task, description="computing tables and figures")
-        sheets, sections = _compute_contents(runs, root, reference)
-        plots = [plot for _, plot in sections if plot is not None]
+        sections = compute_sections(runs, root, reference)
+        plots = [section.plot for section in sections if section.plot is not None]
         num_pictures = sum(len({panel.model for panel in plot.panels}) for plot in plots)
         progress.update(progress_task, total=num_pictures, description="drawing figures")
         pictures = render_pictures(plots, out / page_folder.FIGURES, lambda name: progress.advance(progress_task))
         drawn_sections = [
-            replace(section, pictures=pictures[plot.name] if plot is not None else ()) for section, plot in sections
+            replace(content, pictures=pictures[plot.name] if plot is not None else ()) for content, plot, _ in sections
         ]
+        tables = {section.table.name: section.table for section in sections if section.table is not None}
         progress.update(progress_task, description="writing")
         subject_line = "Runs below", str(root), f"read by istar {version('istar')}"
         title = "Isotropy and fine-tuning: report"
         page = Page(title, subject_line, REPORT_KIND.generator, _count_runs(runs), drawn_sections)
-        page_path = page_folder.write(out, page_folder.page_files(page, sheets), REPORT_KIND)
+        page_path = page_folder.write(out, page_folder.page_files(page, tables), REPORT_KIND)
     return WrittenReport(page_path, len(runs.frame))
 
 
@@ -84,108 +100,116 @@ def _count_runs(runs: Runs) -> list[tuple[str, str]]:
     return [(str(count), str(label)) for label, count in counts.items() if count]
 
 
-def _compute_contents(
-    runs: Runs, root: Path, reference: str
-) -> tuple[dict[str, Sheet], list[tuple[Section, Plot | None]]]:
-    """Return all tables of the report by name, and its sections, each with the plot that it will show."""
+class ReportSection(NamedTuple):
+    """A section of the report before its figure is drawn: its content, and the plot and the table that belong to it."""
+
+    content: Section
+    plot: Plot | None = None
+    table: Sheet | None = None
+
+
+def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSection]:
+    """Return the sections of the report in their order."""
     all_runs, records = configurations.add_selection_columns(runs), runs.records
     geometry_by_folder, geometry_errors = geometry_file.read_geometries(all_runs[all_runs["usable"]]["folder"])
-    table1_cells = configurations.select_cells(all_runs)
+    cells = configurations.select_cells(all_runs)
     compared_methods = method_comparisons.compare_methods(all_runs, reference)
-    training_plots = [
-        *training_figures.build_learning_curve_plots(table1_cells, records),
-        *training_figures.build_training_plots(all_runs),
-    ]
-    paper_plots = [
-        paper_figures.build_minibatch_stability_plot(),
-        paper_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
-        paper_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
-        paper_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),
-        paper_figures.build_layer_isotropy_plot(all_runs, records, geometry_by_folder),
-        paper_figures.build_zeta_ablation_plot(all_runs),
-        paper_figures.build_layer_ablation_plot(all_runs),
-    ]
     shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
-    all_sheets = [
-        paper_tables.build_table1_sheet(table1_cells),
-        paper_tables.build_table2_sheet(table1_cells, all_runs),
-        method_tables.build_conclusions_sheet(compared_methods),
-        method_tables.build_methods_sheet(compared_methods),
-        task_averages.build_over_tasks_sheet(compared_methods),
-        paper_tables.build_cost_sheet(all_runs, shrinkage_seconds),
-        paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root)),
+    over_tasks = task_averages.build_over_tasks_sheet(compared_methods)
+
+    def make_commands(artefact: str) -> list[str]:
+        """Return the commands of the sweep that makes the runs of a table or a figure; most have none."""
+        sweep = sweep_commands.SWEEP_BY_ARTEFACT.get(artefact)
+        return sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root)) if sweep else []
+
+    def show_figures(*plots: Plot) -> list[ReportSection]:
+        return [_show_figure(plot, make_commands(plot.name)) for plot in plots]
+
+    return [
+        _show_conclusions(compared_methods, reference),
+        _show_table(
+            method_tables.build_methods_sheet(compared_methods),
+            plot=method_tables.build_all_methods_plot(compared_methods),
+            is_wide=True,
+        ),
+        _show_table(over_tasks, empty_note=" ".join(over_tasks.notes) or _NO_RUN),
+        *show_figures(*training_figures.build_learning_curve_plots(cells, records)),
+        *show_figures(*training_figures.build_training_plots(all_runs)),
+        _show_table(paper_tables.build_cost_sheet(all_runs, shrinkage_seconds)),
+        _list_missing_seeds(compared_methods),
+        _show_table(
+            paper_tables.build_excluded_runs_sheet(all_runs, {**runs.read_errors, **geometry_errors}, str(root))
+        ),
+        _show_table(paper_tables.build_table1_sheet(cells), commands=make_commands("table1"), is_wide=True),
+        _show_table(paper_tables.build_table2_sheet(cells, all_runs), commands=make_commands("table2")),
+        *show_figures(
+            paper_figures.build_minibatch_stability_plot(),
+            paper_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
+            paper_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
+            paper_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),
+            paper_figures.build_layer_isotropy_plot(all_runs, records, geometry_by_folder),
+            paper_figures.build_zeta_ablation_plot(all_runs),
+            paper_figures.build_layer_ablation_plot(all_runs),
+        ),
+        _show_own_command(root, reference),
     ]
-    command = f"istar report {shlex.quote(str(root))} --out report"
+
+
+def _show_table(
+    sheet: Sheet,
+    *,
+    plot: Plot | None = None,
+    paragraphs: Sequence[str] = (),
+    guide: str = "",
+    commands: Sequence[str] = (),
+    empty_note: str = _NO_RUN,
+    is_wide: bool = False,
+) -> ReportSection:
+    """Return the section of a table, with a guide after its caption, and a plot below it.
+
+    A section without paragraphs, rows or panels has the note instead.
+    """
+    has_plot = plot is not None and bool(plot.panels)
+    # The caption of a table is folded if it is long, and includes the caption of its figure.
+    captions = [sheet.caption, guide, plot.caption if plot is not None and has_plot else ""]
+    content = Section(
+        sheet.name,
+        sheet.title,
+        paragraphs,
+        sheet=replace(sheet, caption=" ".join(filter(None, captions))),
+        empty_note="" if paragraphs or has_plot or sheet.rows else empty_note,
+        commands=commands,
+        is_wide=is_wide,
+    )
+    return ReportSection(content, replace(plot, reference_label=BASE_LABEL) if plot and has_plot else None, sheet)
+
+
+def _show_figure(plot: Plot, commands: Sequence[str]) -> ReportSection:
+    """Return the section of a plot, or with a note if it has no panels."""
+    if not plot.panels:
+        return ReportSection(Section(plot.name, plot.title, empty_note=_NO_RUN, commands=commands))
+    content = Section(plot.name, plot.title, [plot.caption], commands=commands)
+    return ReportSection(content, replace(plot, reference_label=BASE_LABEL))
+
+
+def _show_conclusions(compared_methods: ComparedMethods, reference: str) -> ReportSection:
     summary = [conclusions.summary(row.statistics for row in compared_methods.comparisons)]
     if reference != BASE_LABEL:
         summary.insert(0, f"Methods are compared with {reference}, not with Base.")
+    sheet = method_tables.build_conclusions_sheet(compared_methods)
+    return _show_table(sheet, paragraphs=summary, guide=_READING_GUIDE, is_wide=True)
+
+
+def _list_missing_seeds(compared_methods: ComparedMethods) -> ReportSection:
+    sentences = sweep_commands.describe_missing_seeds(compared_methods.methods)
+    paragraphs = [*sentences, sweep_commands.ADVICE] if sentences else []
+    empty_note = "" if sentences else "All methods of a model and task have the same seeds."
+    return ReportSection(Section("missing", "What is missing", paragraphs, empty_note=empty_note))
+
+
+def _show_own_command(root: Path, reference: str) -> ReportSection:
+    command = f"istar report {shlex.quote(str(root))} --out report"
+    if reference != BASE_LABEL:
         command += f" --reference {shlex.quote(reference)}"
-    sheets = {sheet.name: sheet for sheet in all_sheets}
-    commands = {
-        artefact: sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root))
-        for artefact, sweep in sweep_commands.SWEEP_BY_ARTEFACT.items()
-    }
-    guide = f"{sheets['conclusions'].caption} {_READING_GUIDE}"
-    sections = [
-        _build_section(replace(sheets["conclusions"], caption=guide), paragraphs=summary),
-        _build_section(sheets["methods"], method_tables.build_all_methods_plot(compared_methods)),
-        _build_section(sheets["over_tasks"]),
-        *(_build_section(None, plot, commands) for plot in training_plots),
-        _build_section(sheets["cost"]),
-        (_build_missing_section(sweep_commands.describe_missing_seeds(compared_methods.methods)), None),
-        _build_section(sheets["left_out"]),
-        *(_build_section(sheets[name], None, commands) for name in ("table1", "table2")),
-        *(_build_section(None, plot, commands) for plot in paper_plots),
-        (Section("reproduce", "This page", ("This command writes the page and its files:",), commands=[command]), None),
-    ]
-    return sheets, sections
-
-
-def _build_section(
-    sheet: Sheet | None,
-    plot: Plot | None = None,
-    commands: Mapping[str, list[str]] | None = None,
-    paragraphs: Sequence[str] = (),
-) -> tuple[Section, Plot | None]:
-    """Return the section of a table or a plot, or of a table with a plot below it, and the plot if it has panels.
-
-    `commands` are by the names of tables and plots. A section without any content has a note instead.
-    """
-    artefact = sheet or plot
-    assert artefact is not None
-    captions = [plot.caption] if plot is not None and plot.panels else []
-    has_content = paragraphs or captions or (sheet is not None and sheet.rows)
-    notes = sheet.notes if artefact.name == "over_tasks" and sheet else ()
-    if sheet is not None:
-        # The caption of a table is folded if it is long.
-        sheet, captions = replace(sheet, caption=" ".join([sheet.caption, *captions])), []
-    section = Section(
-        artefact.name,
-        artefact.title,
-        [*paragraphs, *captions],
-        sheet=sheet,
-        empty_note="" if has_content else " ".join(notes) or "No run has what it shows.",
-        commands=(commands or {}).get(artefact.name, ()),
-        is_wide=artefact.name in ("table1", "conclusions", "methods"),
-    )
-    return section, replace(plot, reference_label=BASE_LABEL) if plot is not None and plot.panels else None
-
-
-def _build_missing_section(sentences: Sequence[str]) -> Section:
-    if not sentences:
-        return Section("missing", "What is missing", empty_note="All methods of a model and task have the same seeds.")
-    return Section("missing", "What is missing", [*sentences, sweep_commands.ADVICE])
-
-
-_READING_GUIDE = (
-    "Metrics are in percent, except losses and perplexities. They are measured on validation sets, never on a test "
-    "set, at the epoch with the best headline metric of each run. "
-    "A row of the table of all methods is one method; each λ is a method. Of a method's configurations (all settings "
-    "except the seed), the page shows the one with the most seeds, then the largest validation set, then the best mean "
-    "on the set that chose the epoch. If nothing was held out, the reported numbers make this choice, and its mean is "
-    "biased upwards. Only the first section says what may be concluded. Its tests are paired over the seeds and "
-    "corrected by Holm's method for all comparisons of this page. They need the same seeds, the same data and the same "
-    "number of trials, epochs and examples for both methods. "
-    "Collapsed runs, which have constant predictions, are part of the means. Failed, unfinished and pruned runs do not "
-    "count. The runs of a line in a figure differ only in the seed and in what its axis or legend varies."
-)
+    paragraphs = ["This command writes the page and its files:"]
+    return ReportSection(Section("reproduce", "This page", paragraphs, commands=[command]))

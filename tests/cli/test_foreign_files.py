@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from istar.cli.main import _make_parser, main
+from istar.cli.main import main
+from istar.cli.options import make_parser
 from istar.errors import UserError
 from istar.finetune.config import Config
 from istar.finetune.execute import execute  # noqa: F401, before its modules see the blank figures of these tests
@@ -47,7 +48,7 @@ FOREIGN_FILES = (
 
 
 def test_all_commands_are_tested() -> None:
-    [subparsers] = [action for action in _make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    [subparsers] = [action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     assert {name for name, parser in subparsers.choices.items() if "--out" in parser.format_help()} == set(CASES)
 
 

@@ -16,7 +16,8 @@ from istar import __version__
 from istar.cli import train
 from istar.cli.main import main, train_main
 from istar.cli.train import move_overrides_to_end
-from istar.drawing.terminal import make_console, run_with_robust_output
+from istar.drawing.robust_output import run_with_robust_output
+from istar.drawing.terminal import make_console
 from istar.errors import StoppedError, UserError
 from istar.finetune.config.penalties import PENALTIES
 from istar.runs.record import RESULT, read_result

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.hidden_states import attach, shrinkage_covariance
-from istar.measures.moments import mask_to_indices
+from istar.measures.batch_moments import mask_to_indices
 from istar.regularizers import CosReg, IStar, Points, special_ids
 from istar.regularizers.points import Tokens
 from tests.oracles import algorithm_1

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
 from istar.measures import FourthMoments, Moments, isoscore
-from istar.measures.moments import fourth_moments, mean_and_scatter, mean_and_scatter_of_layers, merge_moments
+from istar.measures.batch_moments import fourth_moments, mean_and_scatter, mean_and_scatter_of_layers
+from istar.measures.moments import merge_moments
 from istar.measures.numerics import full_precision
 from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin, third_and_fourth
 

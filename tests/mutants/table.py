@@ -216,21 +216,21 @@ MUTATIONS = [
     ),
     Mutation(
         "The gradient of the scatter matrix is taken about 0, not about the mean.",
-        "istar/measures/moments.py",
+        "istar/measures/batch_moments.py",
         "_subtract(_stack_rows(saved, indices), means.to(dtype), is_view)",
         "_stack_rows(saved, indices)",
         "tests/measures/test_moments.py::test_first_and_second_derivatives_are_those_of_finite_differences",
     ),
     Mutation(
         "A layer is stacked with layers of which other rows count.",
-        "istar/measures/moments.py",
+        "istar/measures/batch_moments.py",
         "layer.requires_grad, id(layer_indices)",
         "layer.requires_grad",
         "tests/measures/test_moments.py::test_stacked_layers_have_the_union_and_the_gradients_of_single_ones",
     ),
     Mutation(
         "The gradient of the mean is left out, which matters to the union of several layers.",
-        "istar/measures/moments.py",
+        "istar/measures/batch_moments.py",
         "gradient.add_(grad_means.to(dtype)[:, None], alpha=ctx.share)",
         "gradient",
         "tests/regularizers/test_istar.py::test_value_and_gradient_are_algorithm_1_on_the_stacked_layers",
@@ -747,13 +747,6 @@ MUTATIONS = [
         "istar/finetune/training/pruning.py",
         "return self._trial.should_prune()",
         "return False",
-        "tests/finetune/training/test_pruning.py",
-    ),
-    Mutation(
-        "A pruned run is called finished.",
-        "istar/finetune/execute/recording.py",
-        'status = "pruned" if job.history.pruned else "finished"',
-        'status = "finished"',
         "tests/finetune/training/test_pruning.py",
     ),
     Mutation(

@@ -333,6 +333,6 @@ def test_random_damage(tmp_path: Path, caplog: Any, capsys: Any) -> None:
     assert min(len(loaded.frame), len(loaded.read_errors)) > NUM_DAMAGED / 6
     assert main(["results", str(tmp_path / "runs"), "--out", str(tmp_path / "runs.parquet")]) == 0
     assert main(["power", "--runs", str(tmp_path / "runs")]) == 0
-    sheets, _ = report._compute_contents(loaded, tmp_path / "runs", "Base")
-    assert {"conclusions", "table1", "left_out"} <= sheets.keys()
+    sections = report.compute_sections(loaded, tmp_path / "runs", "Base")
+    assert {"conclusions", "table1", "left_out"} <= {section.content.anchor for section in sections}
     sweep_plan.estimate_duration([], sweep_plan.read_finished_runs(tmp_path / "runs"))

@@ -1,1 +1,1 @@
-"""Single runs: their folders and records, their training, and the processes that they run in."""
+"""Single runs: their folders and records, their training, and their results."""

@@ -41,7 +41,7 @@ def execute(
         check_login(identity.config.run.push_to_hub)
     check_further_loggers(identity.config)
     job = assemble(prepare(identity), trial)
-    with _process_group(job), lock_folder(job.folder) if job.trainer.is_global_zero else nullcontext():
+    with _process_group(job), lock_folder(identity.folder) if job.trainer.is_global_zero else nullcontext():
         _check_same_run_on_all_ranks(job)
         finished_record, checkpoint = _claim_folder_on_rank_zero(job)
         if finished_record is not None:
@@ -50,13 +50,13 @@ def execute(
             record = _train_and_record(job, checkpoint, start_time)
         if console is not None and job.trainer.is_global_zero:
             console.print(build_run_table(record))
-            console.print(f"{job.folder}{os.sep}, with a picture of the table: {ISOTROPY_PICTURE}", soft_wrap=True)
+            console.print(f"{identity.folder}{os.sep}, with a picture of the table: {ISOTROPY_PICTURE}", soft_wrap=True)
         return record, True
 
 
 def _check_same_run_on_all_ranks(job: Job) -> None:
     """Raise a `UserError` if processes that torchrun or srun started independently would train different runs."""
-    run_names = sorted(set(all_gather_object(job.folder.name)))
+    run_names = sorted(set(all_gather_object(job.identity.folder.name)))
     if len(run_names) > 1:
         raise UserError(
             f"the processes are about to train different runs ({', '.join(run_names)}), because their data or models "
@@ -99,8 +99,8 @@ def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> R
     """Train, from a checkpoint if there is one, and record the results; on failure, write a record of the failure."""
     record = start_record(job)
     try:
-        loggers = attach_loggers(job.trainer, job.metrics_file, job.config, job.folder)
-        bar = job.progress.bar if job.trainer.is_global_zero else nullcontext()
+        loggers = attach_loggers(job.trainer, job.tracks.metrics_file, job.identity.config, job.identity.folder)
+        bar = job.tracks.progress.bar if job.trainer.is_global_zero else nullcontext()
         with suppress_lightning_messages(), loggers, bar:
             timing = train(job, checkpoint)
             return record_results(job, record, timing, start_time)
@@ -109,16 +109,16 @@ def _train_and_record(job: Job, checkpoint: Path | None, start_time: float) -> R
     except SystemExit as error:
         # Lightning exits after a Ctrl-C before `StopSignal` handles it, for example while a checkpoint is restored.
         if isinstance(error.__context__, KeyboardInterrupt):
-            job.stop_signal.signal_number = signal.SIGINT
-            job.stop_signal.raise_if_signaled()
+            job.tracks.stop_signal.signal_number = signal.SIGINT
+            job.tracks.stop_signal.raise_if_signaled()
         raise
     except Exception as error:
         # When a signal stops all processes, some ranks fail in a collective before they handle their own signal.
-        job.stop_signal.raise_if_signaled()
+        job.tracks.stop_signal.raise_if_signaled()
         advised_error = add_advice(error, job)
         if job.trainer.is_global_zero:
             with suppress(OSError):
-                write_result(replace(record, error=shorten(advised_error, 500)), job.folder)
+                write_result(replace(record, error=shorten(advised_error, 500)), job.identity.folder)
         if advised_error is error:
             raise
         raise advised_error from error

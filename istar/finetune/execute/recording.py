@@ -5,8 +5,6 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from torch import Tensor
-
 from istar.drawing.rendering import render
 from istar.files.outputs import run_output
 from istar.files.writing import atomic_write, write_text
@@ -44,13 +42,13 @@ GEOMETRY_PICTURE = "geometry_over_steps.png"
 def start_record(job: Job) -> RunRecord:
     """Return the record of a run before its training, with the status "failed"."""
     return RunRecord(
-        job.folder.name,
+        job.identity.folder.name,
         "failed",
-        to_dict(job.config),
+        to_dict(job.identity.config),
         job.identity.key,
-        timing={"began": read_start_time(job.folder)},
+        timing={"began": read_start_time(job.identity.folder)},
         versions=installed_versions(),
-        data_commit=job.data.examples.commit,
+        data_commit=job.prepared.data.examples.commit,
         **describe_code(),
         **describe_hardware(job.trainer.strategy.root_device, job.trainer.world_size),
     )
@@ -62,94 +60,106 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
     All ranks call this together; only rank 0 writes. `timing` has the seconds of the training's phases by name, and
     `start_time` is the value of `time.perf_counter()` at the start of the run.
     """
-    status = "pruned" if job.history.pruned else "finished"
+    status = "pruned" if job.tracks.history.pruned else "finished"
     record = replace(record, status=status, **_make_result_fields(job))
     _save_outputs(job, record)
     record = replace(record, timing={**record.timing, "total": time.perf_counter() - start_time, **timing})
     if not job.trainer.is_global_zero:
         return record
-    if job.checkpoints is not None:
-        remove_old_checkpoints(job.folder / CHECKPOINTS_FOLDER, job.checkpoints.best_weights_path())
+    if job.tracks.checkpoints is not None:
+        remove_old_checkpoints(job.identity.folder / CHECKPOINTS_FOLDER, job.tracks.checkpoints.best_weights_path())
     plot_by_name = {ISOTROPY_PICTURE: build_isotropy_plot(record)}
-    if job.config.trainer.measure_every_n_steps is not None:
-        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.metrics_file.read_rows())
+    if job.identity.config.trainer.measure_every_n_steps is not None:
+        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.tracks.metrics_file.read_rows())
     for name, plot in plot_by_name.items():
-        with atomic_write(job.folder / name) as file:
+        with atomic_write(job.identity.folder / name) as file:
             file.write(render(plot, ["png"])["png"])
     # result.json is written last, because a folder that has it counts as a finished run.
-    job.metrics_file.finalize("success")
+    job.tracks.metrics_file.finalize("success")
     log_result(job.trainer, asdict(record))
-    write_result(record, job.folder)
+    write_result(record, job.identity.folder)
     return record
 
 
 def _save_outputs(job: Job, record: RunRecord) -> None:
     """Write the predictions of the best epoch and, if requested, the submission, the geometry and the model."""
-    if job.config.task.submission:
+    config = job.identity.config
+    if config.task.submission:
         _predict_and_write_submission(job)
-    # Of a sharded model, all processes gather the weights and compute the states together.
-    weights = gather_weights(job.module.model) if job.config.run.save_model else None
     if job.trainer.is_global_zero:
-        _write_predictions_and_model(job, record, weights)
+        _write_best_predictions(job)
+    if config.run.save_model:
+        _save_model(job, record)
     # The geometry comes last, because it is undefined for states that are not finite.
-    takes_part = job.trainer.is_global_zero or is_sharded_module(job.module.model)
-    geometry = _measure_geometry(job) if takes_part and job.config.run.geometry else None
-    if geometry is not None and job.trainer.is_global_zero:
-        write_text(job.folder / GEOMETRY, json.dumps(geometry) + "\n")
+    if config.run.geometry:
+        _write_geometry(job)
 
 
-def _write_predictions_and_model(job: Job, record: RunRecord, weights: dict[str, Tensor] | None) -> None:
-    for suffix, evaluation in job.history.best_evaluations.items():
+def _write_best_predictions(job: Job) -> None:
+    for suffix, evaluation in job.tracks.history.best_evaluations.items():
         if not evaluation.predictions:
             continue  # language models have none
-        path = job.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
+        path = job.identity.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
         write_predictions(path, evaluation.predictions)
-    if job.config.run.save_model:
-        output = run_output(job.folder)
-        draft = output.make_draft()
-        pretrained.save(job.module.model, job.tokenizer, draft, weights)
-        penalty = job.module.penalty
-        citation = penalty.penalty.citation if penalty is not None and penalty.penalty.weight else ""
-        write_text(draft / MODEL_CARD, make_model_card(record, job.spec, citation))
-        output.write({}, {"model": draft})
 
 
-def _measure_geometry(job: Job) -> dict[str, Any]:
-    """Return the geometry of the model on the first validation set, as `geometry.json` stores it."""
-    config, validation = job.config, job.data.validation[0]
-    job.progress.show("measuring")
-    passes = EvaluationPasses(job.trainer, job.module, job.data_module.collate, config.data.eval_batch_size)
+def _save_model(job: Job, record: RunRecord) -> None:
+    """Save the model with its card on rank 0; of a sharded model, all processes gather the weights together."""
+    weights = gather_weights(job.module.model)
+    if not job.trainer.is_global_zero:
+        return
+    output = run_output(job.identity.folder)
+    draft = output.make_draft()
+    pretrained.save(job.module.model, job.prepared.tokenizer, draft, weights)
+    penalty = job.module.penalty
+    citation = penalty.penalty.citation if penalty is not None and penalty.penalty.weight else ""
+    write_text(draft / MODEL_CARD, make_model_card(record, job.identity.spec, citation))
+    output.write({}, {"model": draft})
+
+
+def _write_geometry(job: Job) -> None:
+    """Measure the model on the first validation set, and write `geometry.json`, on rank 0.
+
+    With a sharded model, all processes compute the states together.
+    """
+    if not (job.trainer.is_global_zero or is_sharded_module(job.module.model)):
+        return
+    config, data_module = job.identity.config, job.data_module
+    validation = data_module.validation[0]
+    job.tracks.progress.show("measuring")
+    passes = EvaluationPasses(job.trainer, job.module, data_module.collate, config.data.eval_batch_size)
     geometry = measure_validation_geometry(passes, validation)
     if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
         geometry["isoscore_star"] = compute_isoscore_star_by_layer(
-            passes, validation, job.data.train, config.run.isotropy_zeta, config.seed
+            passes, validation, data_module.train, config.run.isotropy_zeta, config.seed
         )
-    return geometry
+    if job.trainer.is_global_zero:
+        write_text(job.identity.folder / GEOMETRY, json.dumps(geometry) + "\n")
 
 
 def _predict_and_write_submission(job: Job) -> None:
-    job.progress.show("predicting")
+    job.tracks.progress.show("predicting")
     outputs: Any = job.trainer.predict(job.module, datamodule=job.data_module)
     # Lightning returns a list of batches for a single test set, and a list of such lists for several.
-    evaluators = job.data.test_evaluators
+    evaluators = job.prepared.data.test_evaluators
     outputs_by_set = outputs if len(evaluators) > 1 else [outputs]
-    test_sets = zip(job.data.examples.test_sets, evaluators, outputs_by_set, strict=True)
+    test_sets = zip(job.prepared.data.examples.test_sets, evaluators, outputs_by_set, strict=True)
     for split, evaluator, set_outputs in test_sets:
         evaluation = evaluator(merge_outputs(all_gather_object(merge_outputs(set_outputs))))
         if job.trainer.is_global_zero:
-            write_submission(job.spec, split, evaluation.predictions, job.folder / "submission")
+            write_submission(job.identity.spec, split, evaluation.predictions, job.identity.folder / "submission")
 
 
 def _make_result_fields(job: Job) -> dict[str, Any]:
     """Return the fields of `RunRecord` that are known only after training, by name."""
-    spec, history, examples = job.spec, job.history, job.data.examples
+    spec, history, examples = job.identity.spec, job.tracks.history, job.prepared.data.examples
     train_examples, best_entry = examples.train, history.epochs[history.best_epoch - 1]
     examples_by_set = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
-    baseline = job.data.compute_baseline(
+    baseline = job.prepared.data.compute_baseline(
         spec,
         job.data_module.collate,
-        job.config.data.eval_batch_size,
-        max(job.tokenizer.get_vocab().values()) + 1,
+        job.identity.config.data.eval_batch_size,
+        max(job.prepared.tokenizer.get_vocab().values()) + 1,
     )
     data: dict[str, Any] = {
         "validation": {name: len(rows) for name, rows in examples_by_set.items()},
@@ -175,7 +185,7 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         "isotropy": {
             "before": history.before_training["isotropy"],
             "after": best_entry["isotropy"],
-            "points": job.geometry.num_points,
+            "points": job.tracks.geometry.num_points,
         },
         "epochs": history.epochs,
         "skipped_steps": job.module.step_guard.num_skipped,

@@ -17,8 +17,8 @@ from istar.finetune.config import Config, WandbConfig
 from istar.finetune.execute.extras import fast_imports
 from istar.finetune.execute.finished_runs import read_finished_run
 from istar.finetune.execute.identify import RunIdentity, identify
-from istar.finetune.execute.ranks import find_rank
 from istar.finetune.execute.run_summary import build_run_table, describe_penalty
+from istar.finetune.processes.ranks import find_rank
 from istar.runs.record import RunRecord
 
 
@@ -57,8 +57,8 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
         if is_new:
             _push(identity, console)
             return record
-    if isinstance(identity.config.logger, WandbConfig):
-        from istar.finetune.training.loggers import log_result_to_sweep_agent
+    if isinstance(identity.config.logger, WandbConfig) and "WANDB_SWEEP_ID" in os.environ:
+        from istar.finetune.training.wandb_logger import log_result_to_sweep_agent
 
         log_result_to_sweep_agent(identity.config, asdict(record), identity.folder)
     if console is not None:

@@ -35,7 +35,7 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
     Raises:
         UserError: if the folder cannot be written, or a model that is sharded now was not when it was saved.
     """
-    folder, config = job.folder, job.config
+    folder, config = job.identity.folder, job.identity.config
     try:
         if config.run.overwrite:
             _rename_existing_folder(folder)
@@ -46,7 +46,7 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         output.check(_MODEL_FOLDERS if output.has_manifest else output.list_names())
         remove_temporary_files(folder)
         checkpoint = None
-        if job.checkpoints is not None:
+        if job.tracks.checkpoints is not None:
             checkpoint = find_resumable_checkpoint(
                 folder / CHECKPOINTS_FOLDER,
                 folder.name,
@@ -83,15 +83,15 @@ def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
     validated_at = time.perf_counter()
     job.trainer.fit(job.module, datamodule=job.data_module, ckpt_path=checkpoint, weights_only=True)
     fitted_at = time.perf_counter()
-    if not job.history.epochs:
+    if not job.tracks.history.epochs:
         raise UserError("the training has ended before its first step; raise trainer.max_time")
-    if job.checkpoints is not None:
-        weights = read_checkpoint(job.checkpoints.best_weights_path())["state_dict"]
+    if job.tracks.checkpoints is not None:
+        weights = read_checkpoint(job.tracks.checkpoints.best_weights_path())["state_dict"]
         if is_sharded_module(job.module.model):
             scatter_weights(job.module, weights)
         else:
             job.module.load_state_dict(weights)
-    covariance_seconds = job.covariance_callback.seconds if job.covariance_callback is not None else []
+    covariance_seconds = job.tracks.covariance.seconds if job.tracks.covariance is not None else []
     return {
         "first_validation": validated_at - started_at,
         "fit": fitted_at - validated_at,
@@ -101,20 +101,20 @@ def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
 
 def add_advice(error: Exception, job: Job) -> Exception:
     """Return a new error that also says how to continue the run, or the same error without such advice."""
-    last_checkpoint = None if job.checkpoints is None else job.checkpoints.newest_path()
+    last_checkpoint = None if job.tracks.checkpoints is None else job.tracks.checkpoints.newest_path()
     checkpoint_note = f"the last good state is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
     effect_of_restart = "resumes from there" if last_checkpoint else "starts again"
     if isinstance(error, NonFiniteError):
         advice = "lower optim.lr or reg.lambda"
         if job.trainer.state.fn == TrainerFn.VALIDATING:
             advice = "the model is so before training; try trainer.precision=32-true and model.load_in=float32"
-        elif job.config.trainer.nonfinite != "skip":
+        elif job.identity.config.trainer.nonfinite != "skip":
             advice += ", or skip such steps with trainer.nonfinite=skip"
         return NonFiniteError(f"{error}; {checkpoint_note}; {advice}")
     if isinstance(error, OSError):
         return UserError(
             f"{shorten(error)}; {checkpoint_note}; mend it and send the same command, which {effect_of_restart}"
         )
-    if job.config.model.compile:
+    if job.identity.config.model.compile:
         error.add_note("model.compile=false trains without compiling the model")
     return error

@@ -7,17 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import SweepConfig, TrainerConfig
-from istar.finetune.execute.forking import ForkedProcess, is_supported
-from istar.finetune.execute.launch import (
-    RunProcesses,
-    Spawn,
-    blocked_signals,
-    forward_signals,
-    processes_to_start,
-    spawn,
-)
+from istar.finetune.processes.forking import ForkedProcess, is_supported
+from istar.finetune.processes.launch import RunProcesses, Spawn, spawn
+from istar.finetune.processes.process_count import processes_to_start
+from istar.finetune.processes.process_signals import blocked_signals, forward_signals
 from istar.finetune.sweeps.trials import Trial
 from istar.runs.record import RunRecord
 
@@ -140,8 +137,6 @@ def list_visible_gpus() -> list[str]:
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None:
         return [name for name in visible_devices.split(",") if name.strip()]
-    import torch
-
     return [str(index) for index in range(torch.cuda.device_count())]
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from istar.geometry.collect.layers import Layer, LayerSettings, MeasureSet
-from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR
 from istar.geometry.collect.sample import Sample
 from istar.measures import Accumulator, ScaleDimension
+from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.texts.corpus import Documents
 
 if TYPE_CHECKING:
@@ -58,9 +58,10 @@ class MeasureSettings:
         """Return which measures of this model get no standard errors, and why; None if all get the usual ones."""
         if self.make_layer_settings(dim, num_layers).scatter_by_group:
             return None
+        names = ", ".join(name for name, needs in MEASURES_WITH_ERROR.items() if needs == "covariance")
         return (
-            f"{', '.join(COVARIANCE_MEASURES_WITH_ERROR)} get no standard errors, because the sums of {self.groups} "
-            f"groups would take more than {MAX_GROUP_BYTES / 2**30:g} GiB; choose fewer --groups"
+            f"{names} get no standard errors, because the sums of {self.groups} groups would take more than "
+            f"{MAX_GROUP_BYTES / 2**30:g} GiB; choose fewer --groups"
         )
 
 

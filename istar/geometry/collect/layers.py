@@ -10,7 +10,6 @@ from torch import Tensor
 
 from istar.errors import float_or_nan
 from istar.geometry.collect.grouped_moments import GroupedMoments, sum_over_points
-from istar.geometry.collect.measures_file import COVARIANCE_MEASURES_WITH_ERROR, MEASURES_WITH_ERROR
 from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import (
     Accumulator,
@@ -38,6 +37,7 @@ from istar.measures import (
     top_share,
 )
 from istar.measures.activations import row_kurtosis
+from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.measures.isoscores import unchecked_isoscore_unbiased
 from istar.measures.numerics import accumulation_dtype, full_precision, inverse_or_zero, is_rounding, row_norms
 from istar.measures.point_groups import NUM_LOG2_BINS
@@ -60,8 +60,8 @@ class LayerSettings:
     # Whether to add the kurtosis of tokens and massive activations, which take more time than the other measures.
     measures: MeasureSet = "basic"
     num_groups: int = 0  # number of groups of documents for standard errors; 0 computes none
-    # Whether to keep the moments, d^2 numbers, of each group. Without them, `COVARIANCE_MEASURES_WITH_ERROR` lack a
-    # standard error.
+    # Whether to keep the moments, d^2 numbers, of each group. Without them, measures of the covariance lack a standard
+    # error.
     scatter_by_group: bool = True
 
 
@@ -262,13 +262,10 @@ class Layer(Accumulator):
         """
         if self._groups is None:
             return {}
-        measure_names = [
-            "tokens",
-            *MEASURES_WITH_ERROR,
-            *(COVARIANCE_MEASURES_WITH_ERROR if self.settings.scatter_by_group else ()),
-        ]
+        has_scatter = self.settings.scatter_by_group
+        names = [name for name, needs in MEASURES_WITH_ERROR.items() if needs == "points" or has_scatter]
         estimates = self._compute_without_each_group(self._groups) if (self._groups.count > 0).all() else []
-        replicates = {name: [measures[name] for measures in estimates] for name in measure_names}
+        replicates = {name: [measures[name] for measures in estimates] for name in ("tokens", *names)}
         # A measure is NaN if it is not defined, such as the power law of few dimensions.
         return {name: values if all(map(math.isfinite, values)) else [] for name, values in replicates.items()}
 

@@ -13,6 +13,7 @@ from istar.errors import UserError
 from istar.files.outputs import STATE_FOLDER
 from istar.files.parsing import find_mismatch, read_record
 from istar.files.writing import replace_nested, to_csv, to_json
+from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.runs.names import COMBINED
 
 T = TypeVar("T")
@@ -28,15 +29,6 @@ SOURCE_FIELDS = (
 """Fields of `Measurements` by source and tap."""
 _NUMBER_FIELDS = (*SOURCE_FIELDS, "matrices", "final_norm")
 """Fields where a nested null means an undefined number."""
-MEASURES_WITH_ERROR = ("inter_sim", "average_norm")
-"""Measures with a standard error that needs O(d) numbers for each group of documents."""
-COVARIANCE_MEASURES_WITH_ERROR = (
-    *("isoscore", "isoscore_unbiased", "effective_rank", "participation_ratio"),
-    *("nesum", "alpha_req", "mean_vector_norm", "norm_ratio"),
-)
-"""Measures with a standard error from the moments of each group of documents, O(d^2) numbers."""
-JACKKNIFE_MEASURES = (*MEASURES_WITH_ERROR, *COVARIANCE_MEASURES_WITH_ERROR)
-"""Measures with a standard error from the jackknife over groups of documents."""
 NORMAL_QUANTILE = float(special.ndtri(0.975))
 """Half-width of a 95% interval in standard errors, if the standard error itself is known well."""
 
@@ -213,4 +205,4 @@ def interval_half_width(name: str, error: float, num_groups: int) -> float:
     It is the error times a quantile: of Student's t distribution with `num_groups - 1` degrees of freedom for jackknife
     errors, and of the normal distribution for others, such as the error of TwoNN.
     """
-    return error * (t_quantile(num_groups - 1) if name in JACKKNIFE_MEASURES else NORMAL_QUANTILE)
+    return error * (t_quantile(num_groups - 1) if name in MEASURES_WITH_ERROR else NORMAL_QUANTILE)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from istar.drawing.page_folder import read_page_texts
 from istar.geometry.collect import measures_file
-from istar.geometry.collect.measures_file import JACKKNIFE_MEASURES, Measurements, t_quantile
-from istar.measures.catalogue import MEASURES
+from istar.geometry.collect.measures_file import Measurements, t_quantile
+from istar.measures.catalogue import MEASURES, MEASURES_WITH_ERROR
 from istar.measures.jackknife import jackknife_error
 from istar.models.saved_checkpoints import ModelArgument, check_distinct_labels
 from istar.runs.labels import shorten_model_name
@@ -54,7 +54,7 @@ class MeasuredModel:
         return any(
             math.isfinite(measures.get(f"{name}_error", math.nan))
             for measures in self.layers.values()
-            for name in JACKKNIFE_MEASURES
+            for name in MEASURES_WITH_ERROR
         )
 
     def get_replicates(self, layer: str) -> Mapping[str, list[float]]:
@@ -239,7 +239,7 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
     for first_layer, other_layer in layer_pairs:
         first_measures, measures = first.measurements.all_texts[first_layer], other.measurements.all_texts[other_layer]
         first_replicates, replicates = first.get_replicates(first_layer), other.get_replicates(other_layer)
-        for name in JACKKNIFE_MEASURES:
+        for name in MEASURES_WITH_ERROR:
             before, after = first_measures.get(name, math.nan), measures.get(name, math.nan)
             if error_method == "independent":
                 error = math.hypot(*(values.get(f"{name}_error", math.nan) for values in (first_measures, measures)))

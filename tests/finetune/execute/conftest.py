@@ -16,7 +16,7 @@ import pytest
 
 from istar.finetune.config import Config
 from istar.finetune.execute.run import run
-from istar.finetune.training import loggers
+from istar.finetune.training import wandb_logger
 from istar.models.hub import request_status
 from istar.runs.record import RunRecord
 from tests.finetune.execute.artifacts import place
@@ -180,9 +180,9 @@ def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     # A server that answers is never given up on a slow machine.
-    monkeypatch.setattr(loggers, "PROBE_TIMEOUT_SECONDS", SECONDS)
-    monkeypatch.setattr(loggers, "request_status", partial(request_status, timeout=SECONDS))
-    monkeypatch.setattr(loggers, "_INIT_TIMEOUT_SECONDS", SECONDS)
+    monkeypatch.setattr(wandb_logger, "PROBE_TIMEOUT_SECONDS", SECONDS)
+    monkeypatch.setattr(wandb_logger, "request_status", partial(request_status, timeout=SECONDS))
+    monkeypatch.setattr(wandb_logger, "_INIT_TIMEOUT_SECONDS", SECONDS)
     yield lambda url: monkeypatch.setenv("WANDB_BASE_URL", url)
     wandb.teardown()
 
@@ -205,7 +205,7 @@ def wandb_waits(monkeypatch: pytest.MonkeyPatch) -> WandbWaits:
     """Record the timeouts of requests and of `wandb.init`. Offline, `wandb.init` gets all the time that it needs."""
     import wandb
 
-    waits, original_open, original_init = WandbWaits(), loggers.urlopen, wandb.init
+    waits, original_open, original_init = WandbWaits(), wandb_logger.urlopen, wandb.init
 
     def record_open(request: Any, timeout: float) -> Any:
         waits.probes.append(timeout)
@@ -217,7 +217,7 @@ def wandb_waits(monkeypatch: pytest.MonkeyPatch) -> WandbWaits:
             settings.init_timeout = SECONDS
         return original_init(mode=mode, settings=settings, **keywords)
 
-    monkeypatch.setattr(loggers, "urlopen", record_open)
+    monkeypatch.setattr(wandb_logger, "urlopen", record_open)
     monkeypatch.setattr(wandb, "init", record_init)
     return waits
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from istar.finetune.config import TrainerConfig
-from istar.finetune.execute import forking, launch
+from istar.finetune.processes import forking, launch
 from istar.runs.record import read_result
 from tests.jobs import Start, at_once, starting
 
@@ -44,7 +44,7 @@ def test_the_server_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.chdir(write_modules(tmp_path))
     try:
-        forking.start_server(launch._make_process_environment(0, 1, TrainerConfig(), 0))
+        forking.start_server(launch._make_process_environment(0, 1, TrainerConfig(), None))
         process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
         process.start()
         process.join()
@@ -76,7 +76,7 @@ def test_every_process_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv("PYTHONPATH", raising=False)
     else:
         monkeypatch.setenv("PYTHONPATH", python_path)
-    environment = launch._make_process_environment(0, 1, TrainerConfig(), 0)
+    environment = launch._make_process_environment(0, 1, TrainerConfig(), None)
     code = "import sys, subprocess; subprocess.run([sys.executable, '-c', 'import random, yaml'], check=True)"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     expected = [str(Path(launch.__file__).parents[3]), *(["/elsewhere"] if python_path and "e" in python_path else [])]

@@ -11,12 +11,12 @@ from istar.errors import UserError
 from istar.finetune.config import ModelConfig, TaskConfig
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import execute as execute_module
-from istar.finetune.execute import launch
 from istar.finetune.execute.build_config import build_config
 from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.examples import load_examples
 from istar.finetune.execute.identify import identify, identify_model, resolve_model
 from istar.finetune.execute.run import run
+from istar.finetune.processes import launch
 from istar.finetune.tasks.loading import find_source, load_splits
 from istar.models import hub as hub_module
 from istar.models import pretrained

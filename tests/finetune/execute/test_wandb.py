@@ -14,7 +14,7 @@ import pytest
 
 from istar.finetune.execute.identify import identify
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner, loggers
+from istar.finetune.training import FineTuner, wandb_logger
 from istar.models import pretrained
 from tests.finetune.execute.faults import (
     FOUR_STEPS,
@@ -65,7 +65,7 @@ def test_wandb_that_never_answers(
     small: Build, wandb_at: Any, silent_url: str, caplog: Any, monkeypatch: Any, wandb_waits: Any
 ) -> None:
     wandb_at(silent_url)
-    monkeypatch.setattr(loggers, "PROBE_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(wandb_logger, "PROBE_TIMEOUT_SECONDS", 0.5)
     config = small(*WANDB)
     run(config)
     assert wandb_waits.probes == [0.5]
@@ -94,7 +94,7 @@ def test_wandb_that_fails(
 ) -> None:
     server = start_server(status, first_statuses)
     wandb_at(server.url)
-    monkeypatch.setattr(loggers, "_INIT_TIMEOUT_SECONDS", 4.0)
+    monkeypatch.setattr(wandb_logger, "_INIT_TIMEOUT_SECONDS", 4.0)
     config = small(*WANDB)
     run(config)
     assert len(wandb_waits.probes) == 1
@@ -238,7 +238,7 @@ def test_wandb_that_fails_behind_the_start(
     """W&B retries during the training and is cut off after it; its record is complete and can be uploaded later."""
     import wandb
 
-    monkeypatch.setattr(loggers, "_FINISH_TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(wandb_logger, "_FINISH_TIMEOUT_SECONDS", 2.0)
     server = start_server(500, (200,), START_ANSWERS)
     wandb_at(server.url)
     config = small(*WANDB)

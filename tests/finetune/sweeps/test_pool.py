@@ -9,7 +9,7 @@ import pytest
 
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import Config, SweepConfig, TrainerConfig
-from istar.finetune.execute import forking, launch
+from istar.finetune.processes import forking, launch
 from istar.finetune.sweeps import pool
 from istar.finetune.sweeps.pool import make_slot_environment, run_trials
 from istar.finetune.sweeps.trials import Trial

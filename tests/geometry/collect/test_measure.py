@@ -25,7 +25,6 @@ from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file
 from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measures_file import (
-    JACKKNIFE_MEASURES,
     Measurements,
     OtherModelError,
     interval_half_width,
@@ -34,6 +33,7 @@ from istar.geometry.collect.measures_file import (
 from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
 from istar.measures import Activation, MassiveActivationsSummary
+from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.measures.matrix_forms import MAX_ROWS
 from istar.measures.spectrum import decompose_rows
 from istar.models.model_source import ModelSource
@@ -401,6 +401,6 @@ def test_the_jackknife_has_students_quantile_and_other_errors_the_normal_one(gro
 
 def test_there_is_no_interval_without_an_error_or_groups() -> None:
     assert math.isnan(interval_half_width("isoscore", math.nan, 10))
-    for name in JACKKNIFE_MEASURES:
+    for name in MEASURES_WITH_ERROR:
         assert math.isnan(interval_half_width(name, 0.1, 0))
     assert math.isnan(t_quantile(0))

@@ -14,7 +14,7 @@ from hydra.errors import MissingConfigException
 from istar.errors import StoppedError
 from istar.finetune.config import schema
 from istar.runs.record import read_result
-from tests.finetune.execute.test_launch import LONG, Job, single_process_run, start
+from tests.finetune.processes.test_launch import LONG, Job, single_process_run, start
 from tests.outcomes import assert_same
 
 __all__ = ["single_process_run", "start"]
@@ -44,8 +44,8 @@ def read_seed_override(folder: Path, pid: int) -> str:
     """Return `seed=<seed>` of the run of a job, from the config with which its training was started."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        if "istar.finetune.execute.launch" in command:
-            config_path = Path(command[command.index("istar.finetune.execute.launch") + 2])
+        if "istar.finetune.processes.child" in command:
+            config_path = Path(command[command.index("istar.finetune.processes.child") + 2])
             return f"seed={yaml.safe_load(config_path.read_text())['seed']}"
     return ""
 

@@ -9,10 +9,10 @@ import pytest
 
 from istar.errors import StoppedError, UserError
 from istar.finetune.config import Config
-from istar.finetune.execute import launch
-from istar.finetune.execute.forking import ForkedProcess, is_supported
-from istar.finetune.execute.launch import RunProcesses
 from istar.finetune.execute.run import run
+from istar.finetune.processes.forking import ForkedProcess, is_supported
+from istar.finetune.processes.launch import RunProcesses
+from istar.finetune.processes.process_signals import blocked_signals
 from istar.runs.record import RunRecord, read_result
 from tests.forks import forking
 from tests.jobs import Start, starting
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="runs are forked on L
 def start(config: Config, log: Path, variables: Mapping[str, str] = {}) -> RunProcesses:
     """Start a run in a fork of the tests' server, which has imported the same libraries."""
     forking()
-    with launch.blocked_signals():
+    with blocked_signals():
         return RunProcesses(config, 1, None, variables, log, ForkedProcess)
 
 

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
-from istar.errors import UserError, shorten
-from istar.finetune.execute import launch, ranks
+import torch
 
-PRELOADED_MODULES = ["istar.finetune.execute.preloaded"]
+from istar.errors import UserError, shorten
+from istar.finetune.processes import child, process_signals, ranks
+
+PRELOADED_MODULES = ["istar.finetune.processes.preloaded"]
 """Modules that the server imports."""
 
 
@@ -33,7 +35,7 @@ def start_server(environment: Mapping[str, str]) -> None:
     Stop signals are blocked in the server, which ends together with the last of the processes that use it.
     """
     previous_environment = dict(os.environ)
-    with launch.blocked_signals():
+    with process_signals.blocked_signals():
         _replace_environment(environment)
         try:
             multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
@@ -81,7 +83,6 @@ def _replace_environment(environment: Mapping[str, str]) -> None:
 def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
     """Execute a run in a fork with session, output, environment, rank and threads as in a new interpreter."""
     import numpy as np
-    import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     # The garbage collector need not traverse the objects of the libraries.
@@ -102,6 +103,6 @@ def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_
     # Python reseeds its own generator in a forked process, but not NumPy's.
     np.random.seed()
     sweep, server_pid = multiprocessing.parent_process(), os.getppid()
-    launch.execute_process(
+    child.execute_process(
         arguments, is_parent_alive=lambda: sweep is not None and sweep.is_alive() and os.getppid() == server_pid
     )

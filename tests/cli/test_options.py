@@ -10,7 +10,8 @@ import pytest
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
-from istar.cli.main import _make_parser, main
+from istar.cli.main import main
+from istar.cli.options import make_parser
 from istar.errors import UserError
 from istar.measures.catalogue import MEASURES
 from istar.models.saved_checkpoints import parse_models
@@ -22,7 +23,7 @@ COMMANDS = ("measure", "compare", "embed", "correlate")
 
 
 def find_parsers() -> dict[str, argparse.ArgumentParser]:
-    [subparsers] = [action for action in _make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    [subparsers] = [action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
     return dict(subparsers.choices)
 
 

@@ -24,8 +24,8 @@ from torch.testing import assert_close
 
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import TrainerConfig, schema
-from istar.finetune.execute import launch, ranks
 from istar.finetune.execute.run import run
+from istar.finetune.processes import child, launch, process_count, ranks
 from istar.finetune.training import FineTuner, FineTuningData
 from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.signals import preserve_signal_handlers
@@ -217,7 +217,8 @@ def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, expe
     ranks.fix_slurm_detection()
     nodes = int(expected_tasks or 1) // expected_processes
     assert (
-        launch.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp")) == expected_processes
+        process_count.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp"))
+        == expected_processes
     )
     assert SLURMEnvironment.detect() == ranks.has_external_launcher() == (expected_tasks is not None)
     assert os.environ.get("SLURM_NTASKS") == expected_tasks
@@ -387,11 +388,11 @@ def test_ctrl_c_before_the_callbacks_hear_it(small, monkeypatch):
 def test_an_exit_of_a_library_in_the_process_of_a_run_is_told(small, tmp_path, monkeypatch):
     exit_codes: list[int] = []
     monkeypatch.setattr("istar.finetune.execute.run.run", lambda *arguments: sys.exit("no licence"))
-    monkeypatch.setattr(launch, "_terminate_with_parent", lambda is_parent_alive: None)
+    monkeypatch.setattr(child, "_terminate_with_parent", lambda is_parent_alive: None)
     monkeypatch.setattr(os, "_exit", exit_codes.append)
     (tmp_path / "config.yaml").write_text(schema.to_yaml(small()))
     with preserve_signal_handlers():
-        launch.execute_process([str(tmp_path / "config.yaml"), str(tmp_path)], lambda: True)
+        child.execute_process([str(tmp_path / "config.yaml"), str(tmp_path)], lambda: True)
     assert exit_codes == [1]
     assert json.loads((tmp_path / "error-0.json").read_text())["message"] == "SystemExit: no licence"
 
@@ -399,8 +400,8 @@ def test_an_exit_of_a_library_in_the_process_of_a_run_is_told(small, tmp_path, m
 def test_a_process_of_a_run_leaves_no_semaphore_where_processes_are_not_forked(small, tmp_path):
     (tmp_path / "config.yaml").write_text(schema.to_yaml(small("reg=none", f"data.cache_dir={tmp_path / 'cache'}")))
     code = (
-        "import multiprocessing, sys; from istar.finetune.execute import launch; "
-        "multiprocessing.set_start_method('spawn'); launch.execute_process(sys.argv[1:], lambda: True)"
+        "import multiprocessing, sys; from istar.finetune.processes import child; "
+        "multiprocessing.set_start_method('spawn'); child.execute_process(sys.argv[1:], lambda: True)"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "config.yaml"), str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=True)
