@@ -15,7 +15,7 @@ from istar.errors import UserError
 from istar.measures.catalogue import MEASURES
 from istar.models.saved_checkpoints import parse_models
 from istar.texts import corpus
-from tests.embeddings.test_embed import save_model
+from tests.embeddings.builders import save_model
 from tests.mock_hub import Repository, glue_files, serving, use
 
 COMMANDS = ("measure", "compare", "embed", "correlate")

@@ -24,7 +24,7 @@ from istar.finetune.training.history import MetricsFile
 from istar.models import adapters
 from istar.models.architectures import get_checkpoint_class
 from tests.cli.test_foreign_files import ARGUMENTS, call, inputs, world
-from tests.embeddings.test_embed import save_model
+from tests.embeddings.builders import save_model
 from tests.files.test_outputs import read_tree
 
 __all__ = ["inputs", "world"]  # fixtures

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.regularizers import Spectrum
-from tests.regularizers.clouds import CLOSE, MASK, check_penalty, check_undefined, states, value_and_gradients
+from tests.regularizers.builders import CLOSE, MASK, check_penalty, check_undefined, states, value_and_gradients
 
 
 def naive_spectrum(points, decay="polynomial", rate=0.5):
