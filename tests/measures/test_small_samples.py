@@ -256,13 +256,10 @@ def make_equal_points_but_one():
 
 INVALID_CALLS = [
     (lambda: isoscore_unbiased(cloud(3, 4)), "3 points have no unbiased score; expected at least 4"),
-    (lambda: isoscore_unbiased(cloud(9, 4), torch.zeros(9)), "0 points have no unbiased score"),
     (lambda: isoscore_unbiased(cloud(9, 1)), "at least 2 dimensions; the covariance of the points has 1"),
     (lambda: isoscore_unbiased(torch.full((9, 3), 0.1)), "all points are equal"),
     (lambda: isoscore_unbiased(make_simplex()), "is estimated as 0"),
     (lambda: isoscore_unbiased(make_equal_points_but_one()), "is estimated as 0"),
-    (lambda: isoscore_unbiased(cloud(9, 4) / 0), "not finite; look for NaN"),
-    (lambda: isoscore_unbiased(cloud(9, 4).long()), "int64; expected a floating dtype"),
     (lambda: isoscore_unbiased(Moments.of(cloud(9, 4))), "Moments do not hold the fourth-order sum"),
     (lambda: isoscore_unbiased(FourthMoments.of(cloud(9, 4)), torch.ones(9)), "a mask was given with moments"),
     (lambda: shrinkage_intensity(FourthMoments.of(cloud(9, 4)), torch.eye(3)), r"\(3, 3\); expected \(4, 4\)"),
