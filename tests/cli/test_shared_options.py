@@ -40,15 +40,6 @@ def test_an_option_means_the_same_in_each_command() -> None:
     assert "--revision" not in variants
 
 
-def test_measure_and_compare_have_the_same_options_for_measuring() -> None:
-    measure, compare = (
-        {name for action in find_parsers()[command]._actions for name in action.option_strings}
-        for command in ("measure", "compare")
-    )
-    assert measure - compare == {"--revisions", "--checkpoints", "--steps", "--list"}
-    assert compare - measure == {"--cka-documents"}
-
-
 def test_lists_are_separated_by_commas_or_repeated(tmp_path: Path) -> None:
     (tmp_path / "a,b.txt").touch()
     paths = [f"{tmp_path}/a,b.txt", f"name={tmp_path}/a,b.txt"]

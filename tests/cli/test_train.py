@@ -33,13 +33,8 @@ TINY = ("task.limit_train=16", "task.limit_validation=8", "data.batch_size=8", "
 
 def run_train(*arguments: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     inherited_environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
-    environment = {
-        **inherited_environment,
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
+    settings = {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    environment = inherited_environment | settings | environment
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "train.py"), *arguments],
         cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
@@ -75,6 +70,8 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("", "needs the first line `# @package _global_`"),
+        ("# @package\nreg:\n  lambda: 0.5\n", "needs the first line `# @package _global_`"),
         ("reg: [1, 2\n", "{file}, line 3: not YAML: expected ',' or ']', but got '<stream end>'"),
         ("reg:\n\tlambda: 0.5\n", "{file}, line 3: not YAML: found character '\\t' that cannot start any token"),
         ("reg:\n  lambda: 1\n  lambda: 2\n", "{file}, line 4: not YAML: found duplicate key lambda"),
@@ -89,20 +86,10 @@ def test_a_mistake_in_an_experiment_is_one_line(
 ) -> None:
     file = tmp_path / "own" / "experiment" / "mine.yaml"
     file.parent.mkdir(parents=True)
-    file.write_bytes(f"# @package _global_\n{content}".encode(errors="surrogateescape"))
+    header = "# mine\n" if "# @package" in message else "# @package _global_\n"
+    file.write_bytes(f"{header}{content}".encode(errors="surrogateescape"))
     code = call("experiment=mine", "--config-dir", str(tmp_path / "own"))
     assert_refused_in_one_line(code, *capsys.readouterr(), tmp_path, message.format(file=file))
-
-
-@pytest.mark.parametrize("header", ["", "# @package\n", "# mine\n# @package _global_\n"])
-def test_an_experiment_needs_a_package(
-    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], header: str
-) -> None:
-    file = tmp_path / "own" / "experiment" / "mine.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(f"{header}reg:\n  lambda: 0.5\n")
-    code = call("experiment=mine", "--config-dir", str(tmp_path / "own"))
-    assert_refused_in_one_line(code, *capsys.readouterr(), tmp_path, "needs the first line `# @package _global_`")
 
 
 def test_a_mistake_is_one_line_in_a_new_interpreter(tmp_path: Path) -> None:
