@@ -57,6 +57,22 @@ def setting() -> Setting:
     return Setting(model, Collator(tokenizer), features["train"], features["validation"], evaluators)
 
 
+@torch.no_grad()
+def compute_states_by_example(setting, module, rows):
+    """Yield the hidden states of each example, computed alone and without padding."""
+    model = copy.deepcopy(module.model).eval()
+    for row in rows:
+        batch = setting.collate([row])
+        inputs = {name: value for name, value in batch.items() if name not in ("feature_id", "labels")}
+        yield model(**inputs, output_hidden_states=True).hidden_states
+
+
+def stack_states_by_example(setting, module, rows):
+    """Yield the states `(L + 1, tokens, d)` of each example in float64."""
+    for states in compute_states_by_example(setting, module, rows):
+        yield torch.cat(states).double().numpy()
+
+
 class Losses(L.Callback):
     """Records the loss of every micro-batch."""
 
