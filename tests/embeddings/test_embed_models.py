@@ -302,18 +302,3 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: p
     (tmp_path / "out").write_text("something")
     assert main(["embed", str(save_model(tmp_path / "model")), "--out", str(tmp_path / "out")]) == 2
     assert "is not a folder" in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_real_embeddings_and_benchmarks(tmp_path: Path, real_data: Path, minilm: Path) -> None:
-    """The raw MiniLM vectors agree with human ratings about as well as those of the models in the paper."""
-    files = sorted((real_data / "wordsim").iterdir())
-    arguments = [argument for file in files for argument in ("--wordsim", str(file))]
-    assert main(["embed", str(minilm), "--out", str(tmp_path), "--form", "all_but_the_top", *arguments]) == 0
-    rows = read_rows(tmp_path / "wordsim.csv")
-    assert len({row["benchmark"] for row in rows}) == len(files)
-    assert all(0.4 < float(row["cosine_pearson"]) < 0.9 for row in rows)
-    isotropy_by_form = {
-        row["form"]: float(row["partition_isotropy_both"]) for row in read_rows(tmp_path / "embeddings.csv")
-    }
-    assert isotropy_by_form["raw"] < isotropy_by_form["centered"] < isotropy_by_form["all_but_the_top"] < 1

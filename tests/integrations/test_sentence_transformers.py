@@ -31,7 +31,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 import istar
 from istar.errors import UserError
 from istar.integrations.sentence_transformers import PenaltyLoss, PenaltyLossCallback
-from tests.integrations.naive import BERT, CLOSE, SHAPE, WEIGHT, ZETA, compute_gradients, compute_penalty
+from tests.integrations.builders import BERT, CLOSE, SHAPE, WEIGHT, ZETA, compute_gradients, compute_penalty
 from tests.oracles import algorithm_1, stack
 
 WORDS = list("abcdefghijklmnopqrstuvwxyz")

@@ -61,15 +61,6 @@ def test_a_long_stream_keeps_its_digits():
     assert abs(((float32_sums.square().sum() - 200_000) / (200_000 * 199_999)).item() - exact) > 1e-10
 
 
-@pytest.mark.slow
-def test_ten_million_points_keep_nine_digits():
-    streamed = AverageCosine(4)
-    for points in stream_points(10_000_000, 10_000):
-        streamed.update(points)
-    exact = exact_average(torch.cat(list(stream_points(10_000_000, 10_000))))
-    assert abs(streamed.compute().item() - exact) < 1e-9
-
-
 @pytest.mark.parametrize(
     "change",
     [

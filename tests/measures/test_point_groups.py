@@ -112,18 +112,6 @@ def test_zeros_have_a_norm_but_no_cosine():
     assert summary == (type(summary))(3, pytest.approx(10 / 3), pytest.approx(24 / 25))
 
 
-def test_types_without_points():
-    """Types without points have no cosine and do not change the cosines of the other types."""
-    types = torch.tensor([0, 5, 99]).repeat(20)
-    by_type, other_points_by_type = (GroupedPoints(100, 5).update(cloud(seed=seed), types) for seed in (0, 1))
-    by_type.merge(other_points_by_type)
-    values = by_type.inter_sim()
-    assert values.isfinite().nonzero().squeeze(1).tolist() == [0, 5, 99]
-    points = torch.cat([cloud(seed=0), cloud(seed=1)])
-    expected = [oracles.mean_pair_cosine(points[types.repeat(2) == value].numpy()) for value in (0, 5, 99)]
-    torch.testing.assert_close(values[[0, 5, 99]], torch.tensor(expected, dtype=torch.float64))
-
-
 def test_groups_without_points_take_no_memory_for_sums_of_vectors():
     """Sums for all groups would take 800 GB."""
     points = torch.randn(9, 100_000, generator=torch.Generator().manual_seed(0))
