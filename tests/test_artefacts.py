@@ -71,12 +71,7 @@ COMMANDS = sorted({command for row in ROWS for command in row.commands})
 
 
 @pytest.mark.parametrize(
-    ("paper", "table_count", "figure_count"),
-    [
-        (FIRST_PAPER, 2, 8),
-        (SECOND_PAPER, 4, 13),
-        (THIRD_PAPER, 3, 6),
-    ],
+    ("paper", "table_count", "figure_count"), [(FIRST_PAPER, 2, 8), (SECOND_PAPER, 4, 13), (THIRD_PAPER, 3, 6)]
 )
 def test_every_table_and_figure_has_a_row(paper: str, table_count: int, figure_count: int) -> None:
     numbers_by_kind: dict[str, set[int]] = {"Table": set(), "Figure": set()}

@@ -120,6 +120,17 @@ def test_a_single_foreign_file_is_enough(world: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_links_are_not_followed(world: Path, arguments: str) -> None:
+    write_files(world / "elsewhere", FOREIGN_FILES)
+    (world / "out").mkdir()
+    for name in ("figures", "tables", "model", "runs.csv", "embeddings.json", "index.html"):
+        (world / "out" / name).symlink_to(world / "elsewhere" / name)
+    tree = read_tree(world)
+    assert call(world, arguments, world / "out") == 2
+    assert read_tree(world) == tree
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_an_input_is_never_replaced(world: Path, arguments: str) -> None:
     """The output folder is an input, or the folder that holds it."""
     tree = read_tree(world)

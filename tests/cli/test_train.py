@@ -220,32 +220,6 @@ def test_smoke(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
 
 
-@pytest.mark.slow
-def test_the_methods_are_compared(tmp_path: Path) -> None:
-    result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
-    assert result.returncode == 0, result.stderr
-    [sweep] = (tmp_path / "runs" / "sweeps").glob("[!.]*")
-    # The output has a line for each run and then the comparison of all runs.
-    comparison = result.stdout[result.stdout.index("demo, accuracy · tiny") :]
-    for method in ("Base", r"I-STAR λ=-[\d.]+", r"I-STAR λ=[\d.]+", "CosReg λ=1"):
-        assert re.search(method, comparison)
-        assert re.search(method, (sweep / "comparison.md").read_text())
-    lines = (sweep / "comparison.md").read_text().splitlines()
-    assert len(lines) == 6
-    for name in ("comparison-metric", "comparison-isoscore"):
-        assert (sweep / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in (sweep / f"{name}.svg").read_text()
-        assert f"{name}.png" in comparison
-    runs = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("demo-")]
-    assert len(runs) == 4
-    assert {read_result(path).status for path in runs} == {"finished"}
-    # The repeated command finds the finished runs.
-    second_result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
-    assert second_result.returncode == 0, second_result.stderr
-    assert "4 runs, 0 of them to do" in second_result.stdout
-    assert second_result.stdout.endswith(comparison)
-
-
 @pytest.mark.parametrize(
     ("arguments", "moved"),
     [

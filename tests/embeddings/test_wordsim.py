@@ -139,20 +139,14 @@ def test_a_label_is_the_name(tmp_path, label, name):
 
 
 BROKEN_TEXTS = {
-    "columns": (
-        "tiger\tcat\t7.35\ntiger cat 7.35\n",
-        "line 2: 'tiger cat 7.35' is not a line of wordsim",
-    ),
+    "columns": ("tiger\tcat\t7.35\ntiger cat 7.35\n", "line 2: 'tiger cat 7.35' is not a line of wordsim"),
     "cut": (f"{SIMLEX}\nold\tnew", "line 2: 'old new' is not a line of simlex"),
     "rating": ("tiger\tcat\t7.35\n\ntiger\tcat\thigh\n", "line 3: 'tiger cat high'"),
     "nan": ("tiger\tcat\t7.35\ntiger\tcat\tnan\n", "line 2: 'tiger cat nan'"),
     "word": ("tiger\tcat\t7.35\n\tcat\t3\n", "line 2: 'cat 3'"),
     "header alone": ("Word 1\tWord 2\tHuman (mean)\n", "no lines follow the header"),
     "empty": ("\n \n", "the file is empty"),
-    "other": (
-        "index,sentence,label\n",
-        "line 1: .* is not a line of simlex or men or wordsim or rw",
-    ),
+    "other": ("index,sentence,label\n", "line 1: .* is not a line of simlex or men or wordsim or rw"),
     "years": ("king\tqueen\t1998\n", "line 1: 'king queen 1998' is not a line .* a rating below 1000"),
     "years and ratings": ("king\tqueen\t1998\t8.5\n", "line 1: "),
     "counts and ratings": ("king\tqueen\t57\t8.5\n", "line 1: "),

@@ -98,8 +98,7 @@ def make_loader(rows: list[dict[str, Tensor]], **settings: Any) -> DataLoader:
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulation", "is_checkpointed"),
-    [("bert", 1, True), ("gpt2", 4, False), ("llama", 2, True)],
+    ("name", "accumulation", "is_checkpointed"), [("bert", 1, True), ("gpt2", 4, False), ("llama", 2, True)]
 )
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(name, accumulation, is_checkpointed):
     rows = make_examples("classification", BATCH_SIZE * accumulation)

@@ -20,11 +20,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("sentence_transformers")
 from datasets import Dataset
-from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
@@ -161,10 +157,7 @@ def naive_points(base: nn.Module, columns: list[dict[str, Tensor]], on: str) -> 
     return torch.cat(clouds)
 
 
-@pytest.mark.parametrize(
-    ("has_labels", "on", "accumulation"),
-    [(False, "tokens", 2), (True, "pooled", 1)],
-)
+@pytest.mark.parametrize(("has_labels", "on", "accumulation"), [(False, "tokens", 2), (True, "pooled", 1)])
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(bert_folder, tmp_path, has_labels, on, accumulation):
     model, base = make_encoder(bert_folder), hf.BertModel.from_pretrained(bert_folder).double()
     data = make_pairs(4 * accumulation, with_labels=has_labels)

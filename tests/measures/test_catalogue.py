@@ -93,10 +93,7 @@ def test_the_documentation_has_the_table(repository):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("inter_simm", "no measure 'inter_simm'; did you mean inter_sim?"),
-        ("gain", "layers have no measure 'gain'"),
-    ],
+    [("inter_simm", "no measure 'inter_simm'; did you mean inter_sim?"), ("gain", "layers have no measure 'gain'")],
 )
 def test_unknown_names_are_refused_in_one_line(name, message):
     with pytest.raises(UserError) as caught:

@@ -236,10 +236,7 @@ INVALID_CALLS = [
     (lambda: isoscore(cloud(5, 3)[:, :1]), "at least 2 dimensions; the covariance of the points has 1"),
     (lambda: isoscore(torch.full((77, 3), 0.1)), "all points are equal"),
     (lambda: isoscore(cloud(1, 3).expand(77, 3)), "all points are equal"),
-    (
-        lambda: isoscore(Moments.of(cloud(1, 3).expand(7, 3)).update(cloud(1, 3).expand(5, 3))),
-        "points are equal",
-    ),
+    (lambda: isoscore(Moments.of(cloud(1, 3).expand(7, 3)).update(cloud(1, 3).expand(5, 3))), "points are equal"),
     (lambda: isoscore(Moments.of(cloud(1, 59).float().expand(110, 59))), "points are equal"),
     (lambda: isoscore(cloud(5, 3), [1, 1, 1, 1, 0]), "mask: expected a tensor instead of a list"),
     (lambda: isoscore_star(torch.full((5, 3), torch.nan), EYE, 0.5), "the shrunk covariance is not finite"),

@@ -351,58 +351,37 @@ class Products(TorchDispatchMode):
 
 
 def read_precision_settings():
-    backends = torch.backends
-    return tuple(
-        backend.fp32_precision for backend in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv)
-    )
+    return tuple(backend.fp32_precision for backend in (CUDA, CPU, CONVOLUTIONS))
 
 
-def use_legacy(precision):
-    torch.set_float32_matmul_precision(precision)
+def use_precision(precision, *backends):
+    for backend in backends:
+        backend.fp32_precision = precision
 
 
-def use_cuda(precision):
-    torch.backends.cuda.matmul.fp32_precision = precision
-
-
-def use_cpu(precision):
-    torch.backends.mkldnn.matmul.fp32_precision = torch.backends.mkldnn.conv.fp32_precision = precision
-
-
-def use_convolutions(precision):
-    torch.backends.mkldnn.conv.fp32_precision = precision
-
-
-def use_all(precision):
-    torch.backends.fp32_precision = precision
+CUDA, CPU, CONVOLUTIONS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv
 
 
 @pytest.fixture
 def restored_precision():
     """Restore the legacy and the current settings of a new process, which torch does not allow to be mixed."""
     yield
-    use_all("none")
-    use_cuda("none")
-    use_cpu("none")
+    use_precision("none", torch.backends, CUDA, CPU, CONVOLUTIONS)
     torch.set_float32_matmul_precision("highest")
-    use_cuda("none")
-    use_cpu("none")
+    use_precision("none", CUDA, CPU, CONVOLUTIONS)
 
 
 @pytest.mark.usefixtures("restored_precision")
 @pytest.mark.parametrize(
-    ("use", "precision"),
-    [
-        (use_legacy, "high"),
-        (use_legacy, "medium"),
-        (use_cuda, "tf32"),
-        (use_cpu, "bf16"),
-        (use_convolutions, "bf16"),
-        (use_all, "bf16"),
-    ],
-)
-def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
-    use(precision)
+    ("backends", "precision"),
+    [((), "high"), ((), "medium"), ((CUDA,), "tf32"), ((CPU, CONVOLUTIONS), "bf16"), ((CONVOLUTIONS,), "bf16"),
+     ((torch.backends,), "bf16")],
+    ids=["legacy high", "legacy medium", "cuda", "cpu", "convolutions", "all"],
+)  # fmt: skip
+def test_global_matmul_precision_is_neither_used_nor_changed(backends, precision):
+    use_precision(precision, *backends)
+    if not backends:
+        torch.set_float32_matmul_precision(precision)
     settings_before = read_precision_settings()
     assert set(settings_before) != {"none"}
     points = cloud(dtype=torch.float32).requires_grad_()
@@ -415,13 +394,13 @@ def test_global_matmul_precision_is_neither_used_nor_changed(use, precision):
         assert set(precisions) <= {"ieee", "none"}
         assert dtype == torch.float32
     assert read_precision_settings() == settings_before
-    if use is use_legacy:
+    if not backends:
         assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.mark.usefixtures("restored_precision")
 def test_global_matmul_precision_is_put_back_after_an_error():
-    use_legacy("medium")
+    torch.set_float32_matmul_precision("medium")
 
     def fail():
         with full_precision(torch.device("cpu")):

@@ -105,7 +105,7 @@ def test_it_changes_neither_embeddings_nor_needs_their_gradient():
 WITH_NAN = embeddings()
 WITH_NAN[2, 1] = math.nan
 INVALID_CALLS = {
-    "signs": (lambda: partition_isotropy(embeddings(), signs="plus"), UserError, "'plus'; expected one of as_computed"),
+    "signs": (lambda: partition_isotropy(embeddings(), signs="plus"), UserError, "'plus'; expected one of as_computed")
 }
 
 

@@ -79,7 +79,7 @@ def find_tests(mutant: Mutant | None) -> list[str]:
     packages = PACKAGES if mutant is None else [mutant.path.parent.name]
     files = sorted(path for package in packages for path in (REPOSITORY / "tests" / package).glob("test_*.py"))
     own_files = [path for path in files if mutant is not None and path.stem.startswith(f"test_{mutant.path.stem}")]
-    return [str(path) for path in own_files or files if own_files or "run_in_processes" not in path.read_text()]
+    return [str(path) for path in own_files or files if own_files or "tests.forks" not in path.read_text()]
 
 
 def is_killed(mutant: Mutant | None) -> bool:

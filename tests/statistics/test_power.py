@@ -24,8 +24,7 @@ def power_by_integration(difference: float, sd: float, pairs: int, alpha: float)
 
 
 @pytest.mark.parametrize(
-    ("difference", "pairs", "alpha"),
-    [(0.0, 5, 0.05), (0.5, 5, 0.2), (-1.5, 5, 0.05), (0.4, 34, 0.01), (3.0, 3, 0.05)],
+    ("difference", "pairs", "alpha"), [(0.0, 5, 0.05), (0.5, 5, 0.2), (-1.5, 5, 0.05), (0.4, 34, 0.01), (3.0, 3, 0.05)]
 )
 def test_power_is_the_integral(difference: float, pairs: int, alpha: float) -> None:
     expected = power_by_integration(difference, 1.3, pairs, alpha)

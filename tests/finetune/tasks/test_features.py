@@ -104,8 +104,7 @@ def test_features_of_spans():
             assert (start, end) == (-1, -1) or (token_type == 1 and context[start:end].strip())
     unlabelled = data.remove_columns("answers")
     assert are_equal(
-        evaluation,
-        featurize(SQUAD, unlabelled, make_tokenizer(), 48, training=False, doc_stride=8, cache_dir=None),
+        evaluation, featurize(SQUAD, unlabelled, make_tokenizer(), 48, training=False, doc_stride=8, cache_dir=None)
     )
 
 

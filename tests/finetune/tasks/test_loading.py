@@ -149,11 +149,7 @@ def test_whatever_looks_like_something_else_stays_text(tmp_path: Path, end: str)
 def test_columns_are_exact_and_typed(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.tsv", "index|sentence1|sentence2|label", "0|a|b|entailment")
     train = load_splits(TASKS["rte"], tmp_path, ["train"])["train"]
-    assert train.features == {
-        "sentence1": Value("string"),
-        "sentence2": Value("string"),
-        "label": Value("int64"),
-    }
+    assert train.features == {"sentence1": Value("string"), "sentence2": Value("string"), "label": Value("int64")}
     assert train.split == "train"
 
 
