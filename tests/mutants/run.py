@@ -1,8 +1,9 @@
 """Break the numerical code, one operator or number at a time, and report whether the tests notice: `make mutants`.
 
 The mutants are a fixed sample of the changes that the syntax trees allow. For each, the tests named after its module
-run until one fails, or, if no file has this name, all tests of its package that start no processes. The exit code is 1
-if more mutants survive than `--survivors`: some of them change nothing that can be observed, and others lack a test.
+run until one fails, or, if no file has this name, all tests of its package but those of several processes. The exit
+code is 1 if more mutants survive than `--survivors`: some of them change nothing that can be observed, and others lack
+a test.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SECONDS = 100
 
 class Mutant(NamedTuple):
     path: Path
-    index: int
+    number: int
     """Position of the changed node in `find_nodes`."""
     change: str
 
@@ -54,7 +55,7 @@ def find_nodes(tree: ast.AST) -> Iterator[Any]:
 def change(node: Any) -> Any:
     """Replace the operator by its opposite, or add 1 to the number."""
     if isinstance(node, ast.Constant):
-        node.value += 1
+        node.value = 1 + node.value  # type: ignore[operator]
     elif isinstance(node, ast.Compare):
         node.ops[0] = OPPOSITES[type(node.ops[0])]()
     else:
@@ -75,11 +76,10 @@ def list_mutants(one_in: int) -> list[Mutant]:
 
 
 def find_tests(mutant: Mutant | None) -> list[str]:
-    """Return the tests of a module, or those of all packages that start no processes."""
-    packages = PACKAGES if mutant is None else [mutant.path.parent.name]
-    files = sorted(path for package in packages for path in (REPOSITORY / "tests" / package).glob("test_*.py"))
-    own_files = [path for path in files if mutant is not None and path.stem.startswith(f"test_{mutant.path.stem}")]
-    return [str(path) for path in own_files or files if own_files or "tests.forks" not in path.read_text()]
+    """Return the arguments of pytest: the tests of a module, or those of all packages except in several processes."""
+    folders = [REPOSITORY / "tests" / name for name in (PACKAGES if mutant is None else [mutant.path.parent.name])]
+    files = [] if mutant is None else sorted(folders[0].glob(f"test_{mutant.path.stem}*.py"))
+    return [*map(str, files or folders), *(() if files else ("-k", "not process"))]
 
 
 def is_killed(mutant: Mutant | None) -> bool:
@@ -93,7 +93,7 @@ def is_killed(mutant: Mutant | None) -> bool:
             if loader.path != str(mutant.path):
                 return get_code(loader, name)
             tree = ast.parse(mutant.path.read_text(encoding="utf-8"))
-            change(list(find_nodes(tree))[mutant.index])
+            change(list(find_nodes(tree))[mutant.number])
             return compile(tree, mutant.path, "exec")
 
         SourceFileLoader.get_code = get_changed_code  # type: ignore[method-assign, assignment]
