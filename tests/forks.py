@@ -4,6 +4,7 @@ The server imports from the folder that pytest was started in. tests/cli/test_tr
 user starts it.
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -165,6 +168,28 @@ def _close_files(descriptors_to_keep: set[int]) -> None:
             # The descriptor of the folder that was listed is closed already.
             with suppress(OSError):
                 os.close(descriptor)
+
+
+def _compute_and_save(
+    rank: int, compute: Callable[..., object], arguments: tuple[Any, ...], world_size: int, folder: str
+) -> None:
+    # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+    torch.set_num_threads(1)
+    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    torch.save(compute(rank, *arguments), f"{folder}/{rank}.pt")
+    dist.barrier()
+    # Skip the interpreter's shutdown, in which the remains of a process group may abort.
+    os._exit(0)
+
+
+def compute_in_group(
+    compute: Callable[..., object], arguments: tuple[Any, ...], world_size: int, folder: Path
+) -> list[Any]:
+    """Call `compute(rank, *arguments)` in each process of a gloo process group, and return the results by rank."""
+    run_in_processes(_compute_and_save, (compute, arguments, world_size, str(folder)), world_size)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 
 def run_in_processes(function: Callable[..., object], arguments: tuple[object, ...], processes: int) -> None:

@@ -105,6 +105,18 @@ def test_no_file_name_has_two_meanings() -> None:
     assert sorted(names) == sorted(set(names))
 
 
+def test_the_tests_have_the_tree_of_the_package() -> None:
+    """A folder of tests has the name of a package with modules, and tests named after a module are in its folder."""
+    root = Path(__file__).parent
+    folders = {path.parent.relative_to(PACKAGE) for path in MODULES if path.stem != "__init__"} - {Path()}
+    test_files = [path.relative_to(root) for path in root.rglob("test_*.py")]
+    assert {path.parent for path in test_files} == folders | {Path()}
+    homes: dict[str, set[Path]] = {}
+    for path in MODULES:
+        homes.setdefault(f"test_{path.stem}", set()).add(path.parent.relative_to(PACKAGE))
+    assert [path for path in test_files if path.parent not in homes.get(path.stem, {path.parent})] == []
+
+
 def test_libraries_of_the_light_parts() -> None:
     wrong = {}
     for path in MODULES:

@@ -296,12 +296,12 @@ class MassiveActivations(Accumulator):
         Raises:
             UserError: if shapes or dtypes do not match.
         """
+        rows = select_rows(points, mask, self.dim)
         tokens_and_positions = []
         for name, integers in (("tokens", tokens), ("positions", positions)):
             check_one_per_point(integers, name, points)
             check_integers(integers, name)
             tokens_and_positions.append((integers if mask is None else integers[mask.bool()]).reshape(-1).long())
-        rows = select_rows(points, mask, self.dim)
         start = 0
         for block in split_rows(rows) if len(rows) else ():
             stop = start + len(block)

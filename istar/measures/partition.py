@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.numerics import full_precision, upcast_blocks
+from istar.measures.numerics import check_tensor, full_precision, upcast_blocks
 from istar.measures.spectrum import decompose_rows
 
 Signs = Literal["as_computed", "both"]
@@ -64,6 +64,7 @@ def partition_isotropy(embeddings: Tensor, signs: Signs = "as_computed") -> Part
     """
     if signs not in get_args(Signs):
         raise UserError(f"signs is {signs!r}; expected one of {', '.join(get_args(Signs))}")
+    check_tensor(embeddings, "embeddings")
     with full_precision(embeddings.device):
         eigenvectors = decompose_rows(embeddings, ["raw"])["raw"].vectors
         log_z = eigenvectors.new_full((2, len(eigenvectors)), -math.inf)

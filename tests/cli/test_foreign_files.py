@@ -14,7 +14,7 @@ from istar.finetune.config import Config
 from istar.finetune.execute import execute  # noqa: F401, before its modules see the blank figures of these tests
 from istar.finetune.execute.run import run
 from istar.models.saved_checkpoints import record_step
-from tests.embeddings.test_embed import save_model
+from tests.embeddings.builders import save_model
 from tests.files.test_outputs import Tree, read_tree
 
 pytestmark = pytest.mark.usefixtures("blank_figures")

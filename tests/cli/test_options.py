@@ -16,7 +16,7 @@ from istar.errors import UserError
 from istar.measures.catalogue import MEASURES
 from istar.models.saved_checkpoints import parse_models
 from istar.texts import corpus
-from tests.embeddings.test_embed import save_model
+from tests.embeddings.builders import save_model
 from tests.mock_hub import Repository, glue_files, serving, use
 
 COMMANDS = ("measure", "compare", "embed", "correlate")
@@ -39,15 +39,6 @@ def test_an_option_means_the_same_in_each_command() -> None:
     assert {name for name, found in variants.items() if len(found) > 1} == set()
     assert variants.keys() >= {"--text", "--documents", "--length", "--device", "--dtype", "--measures", "--json"}
     assert "--revision" not in variants
-
-
-def test_measure_and_compare_have_the_same_options_for_measuring() -> None:
-    measure, compare = (
-        {name for action in find_parsers()[command]._actions for name in action.option_strings}
-        for command in ("measure", "compare")
-    )
-    assert measure - compare == {"--revisions", "--checkpoints", "--steps", "--list"}
-    assert compare - measure == {"--cka-documents"}
 
 
 def test_lists_are_separated_by_commas_or_repeated(tmp_path: Path) -> None:

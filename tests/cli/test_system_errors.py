@@ -17,14 +17,13 @@ from transformers import PreTrainedConfig
 
 from istar.cli.main import main
 from istar.embeddings import embed_models
-from istar.errors import UserError, explain_system_error
+from istar.errors import UserError
 from istar.files import writing
 from istar.finetune.config import schema
-from istar.finetune.training.history import MetricsFile
 from istar.models import adapters
 from istar.models.architectures import get_checkpoint_class
 from tests.cli.test_foreign_files import ARGUMENTS, call, inputs, world
-from tests.embeddings.test_embed import save_model
+from tests.embeddings.builders import save_model
 from tests.files.test_outputs import read_tree
 
 __all__ = ["inputs", "world"]  # fixtures
@@ -94,12 +93,6 @@ def test_an_error_of_the_machine_anywhere_in_a_command_is_one_line(
     assert_one_line(capsys, part)
 
 
-def test_torchs_own_error_of_allocation_is_known() -> None:
-    with pytest.raises(RuntimeError) as error:
-        torch.empty(1 << 50)
-    assert "not enough memory" in explain_system_error(error.value)
-
-
 def test_a_mistake_of_the_program_keeps_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("shapes do not match")
@@ -144,13 +137,6 @@ def test_formulas_in_csv_files_are_texts_and_numbers_stay_numbers() -> None:
     assert {row[2] for row in rows[1:]} == {"-0.5"}
     assert [writing.unescape_cell(row[0]) for row in rows[1:]] == names
     assert list(frame["=name"]) == names  # unchanged
-
-
-def test_names_of_metrics_are_texts(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.csv")
-    file.log_metrics({"=f1": -0.5}, step=1)
-    file.write()
-    assert (tmp_path / "metrics.csv").read_text() == "epoch,step,'=f1\n0,1,-0.5\n"
 
 
 @pytest.mark.parametrize("command", ["embed {model} --form centered --save model", "measure {model} --text {text}"])

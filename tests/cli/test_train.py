@@ -34,13 +34,8 @@ TINY = ("task.limit_train=16", "task.limit_validation=8", "data.batch_size=8", "
 
 def run_train(*arguments: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     inherited_environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
-    environment = {
-        **inherited_environment,
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "200",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
+    settings = {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    environment = inherited_environment | settings | environment
     return subprocess.run(
         [sys.executable, str(REPOSITORY / "train.py"), *arguments],
         cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
@@ -76,6 +71,8 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("", "needs the first line `# @package _global_`"),
+        ("# @package\nreg:\n  lambda: 0.5\n", "needs the first line `# @package _global_`"),
         ("reg: [1, 2\n", "{file}, line 3: not YAML: expected ',' or ']', but got '<stream end>'"),
         ("reg:\n\tlambda: 0.5\n", "{file}, line 3: not YAML: found character '\\t' that cannot start any token"),
         ("reg:\n  lambda: 1\n  lambda: 2\n", "{file}, line 4: not YAML: found duplicate key lambda"),
@@ -90,20 +87,10 @@ def test_a_mistake_in_an_experiment_is_one_line(
 ) -> None:
     file = tmp_path / "own" / "experiment" / "mine.yaml"
     file.parent.mkdir(parents=True)
-    file.write_bytes(f"# @package _global_\n{content}".encode(errors="surrogateescape"))
+    header = "# mine\n" if "# @package" in message else "# @package _global_\n"
+    file.write_bytes(f"{header}{content}".encode(errors="surrogateescape"))
     code = call("experiment=mine", "--config-dir", str(tmp_path / "own"))
     assert_refused_in_one_line(code, *capsys.readouterr(), tmp_path, message.format(file=file))
-
-
-@pytest.mark.parametrize("header", ["", "# @package\n", "# mine\n# @package _global_\n"])
-def test_an_experiment_needs_a_package(
-    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], header: str
-) -> None:
-    file = tmp_path / "own" / "experiment" / "mine.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(f"{header}reg:\n  lambda: 0.5\n")
-    code = call("experiment=mine", "--config-dir", str(tmp_path / "own"))
-    assert_refused_in_one_line(code, *capsys.readouterr(), tmp_path, "needs the first line `# @package _global_`")
 
 
 def test_a_mistake_is_one_line_in_a_new_interpreter(tmp_path: Path) -> None:
@@ -232,32 +219,6 @@ def test_smoke(tmp_path: Path) -> None:
     assert f"runs/smoke/{folder.name}/" in result.stdout
     assert read_result(folder).status == "finished"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "runs"]
-
-
-@pytest.mark.slow
-def test_the_methods_are_compared(tmp_path: Path) -> None:
-    result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
-    assert result.returncode == 0, result.stderr
-    [sweep] = (tmp_path / "runs" / "sweeps").glob("[!.]*")
-    # The output has a line for each run and then the comparison of all runs.
-    comparison = result.stdout[result.stdout.index("demo, accuracy · tiny") :]
-    for method in ("Base", r"I-STAR λ=-[\d.]+", r"I-STAR λ=[\d.]+", "CosReg λ=1"):
-        assert re.search(method, comparison)
-        assert re.search(method, (sweep / "comparison.md").read_text())
-    lines = (sweep / "comparison.md").read_text().splitlines()
-    assert len(lines) == 6
-    for name in ("comparison-metric", "comparison-isoscore"):
-        assert (sweep / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in (sweep / f"{name}.svg").read_text()
-        assert f"{name}.png" in comparison
-    runs = [path for path in (tmp_path / "runs").iterdir() if path.name.startswith("demo-")]
-    assert len(runs) == 4
-    assert {read_result(path).status for path in runs} == {"finished"}
-    # The repeated command finds the finished runs.
-    second_result = run_train("-m", "experiment=demo", *TINY, cwd=tmp_path, ISTAR_CACHE=str(tmp_path / "cache"))
-    assert second_result.returncode == 0, second_result.stderr
-    assert "4 runs, 0 of them to do" in second_result.stdout
-    assert second_result.stdout.endswith(comparison)
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,6 @@ def test_figures_are_images_and_files_are_linked(plain_page: Path) -> None:
         assert target in targets
 
 
-def test_a_page_is_complete_without_its_script(plain_page: Path) -> None:
-    reader = parsed(plain_page)
-    assert "button" not in [tag for tag, _ in reader.tags]
-    [details, *_] = [attributes for tag, attributes in reader.tags if tag == "details"]
-    assert details == {"open": None}
-
-
 def test_an_empty_section_is_only_named_at_the_end(tmp_path: Path) -> None:
     sections = [
         Section("full", "Full", ("Something.",), about=("Long. " * 40,)),
@@ -238,7 +231,3 @@ def test_a_filter_finds_all_its_words() -> None:
     texts_and_words = ('"BERT rte 71.67", "rte bert"', '"BERT rte 71.67", "rte gpt"', '"BERT", "  "')
     calls = ", ".join(f"page.hasAllWords({arguments})" for arguments in texts_and_words)
     assert evaluate_script(f"[{calls}]") == [True, False, True]
-
-
-def test_the_script_is_short() -> None:
-    assert len((TEMPLATES / "report.js").read_text(encoding="utf-8").splitlines()) <= 140

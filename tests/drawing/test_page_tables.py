@@ -27,10 +27,6 @@ def test_latex_has_right_aligned_numbers_and_groups_in_a_column() -> None:
     assert r"\begin{tabular}{l}" in plain
 
 
-def test_a_table_without_rows_is_still_one() -> None:
-    balanced(page_tables.to_latex(Sheet("n", "t", "c", ("h",), {"": []}, pd.DataFrame())))
-
-
 @pytest.mark.parametrize(
     ("value", "half_width", "text"),
     [

@@ -23,12 +23,6 @@ def test_every_depth_is_divided_evenly(count: int) -> None:
     assert max(gaps) - min(gaps) <= 1
 
 
-def test_names_and_other_numbers_of_items() -> None:
-    assert evenly_spaced("abcdefg", 3) == ["a", "d", "g"]
-    assert evenly_spaced(["only"]) == ["only"]
-    assert evenly_spaced([]) == []
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [

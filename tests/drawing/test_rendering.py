@@ -1,6 +1,7 @@
 """The files of a figure: formats, resolution and colours."""
 
 import io
+import math
 import re
 import zlib
 from dataclasses import replace
@@ -165,38 +166,19 @@ def test_points_with_equal_units_keep_their_limits(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_lines_without_a_scale_keep_their_order() -> None:
-    assert list(assign_colours("bert", "gpt2", "albert")) == ["bert", "gpt2", "albert"]
-
-
-def test_no_line_has_the_marker_of_the_reference() -> None:
-    lines = [Line(label, (1.0,), (0.5,)) for label in ("Base", "λ = -1", "λ = 1")]
-    markers = [
-        style["marker"]
-        for style in panel_drawing.assign_line_styles(make_plot(*lines, reference_label="Base")).values()
-    ]
-    assert len(set(markers)) == 3
-
-
-def test_panels_of_the_same_quantity_share_the_y_axis() -> None:
-    lines = [Line("one", (0.0, 1.0), (0.1, 0.2)), Line("one", (0.0, 1.0), (0.3, 0.9))]
-    panels = tuple(Panel("score", (line,)) for line in lines)
-    plot = Plot("name", "title", "caption", "line", "layer", panels)
-    assert len({axes.get_ylim() for axes in rendering._draw_figure(plot).axes}) == 2
-    assert len({axes.get_ylim() for axes in rendering._draw_figure(replace(plot, share_y=True)).axes}) == 1
-
-
 def test_panels_with_the_same_label_share_the_y_axis() -> None:
-    values_by_label = {"IsoScore": [(0.1, 0.9), (0.5, 0.55)], "TwoNN dimension": [(3.0, 4.0), (9.0, 20.0)]}
+    values_by_label = {"IsoScore": [(0.1, 0.9), (0.5, math.nan)], "TwoNN dimension": [(3.0, 4.0), (9.0, 20.0)]}
     panels = tuple(
         Panel(label, (Line("one", (0.0, 1.0), values),))
         for label, all_values in values_by_label.items()
         for values in all_values
     )
-    plot = Plot("name", "title", "caption", "line", "layer", panels)
+    plot = Plot("name", "title", "caption", "line", "layer", panels, x_names={0.0: "emb.", 1.0: "1"})
     separate, shared = (
         rendering._draw_figure(replace(plot, share_y_by_label=is_shared)).axes for is_shared in (False, True)
     )
+    assert len({axes.get_ylim() for axes in rendering._draw_figure(replace(plot, share_y=True)).axes}) == 1
+    assert len({axes.get_xlim() for axes in separate}) == 1
     assert len({axes.get_ylim() for axes in separate}) == 4
     assert [shared[0].get_ylim(), shared[2].get_ylim()] == [shared[1].get_ylim(), shared[3].get_ylim()]
     assert shared[0].get_ylim() != shared[2].get_ylim()
@@ -215,14 +197,6 @@ def test_an_axis_does_not_show_rounding_errors() -> None:
     assert 0.02 < limits[2][1] - limits[2][0] < 0.03
 
 
-def test_a_single_panel_may_have_a_logarithmic_axis() -> None:
-    panel = Panel("average norm", (Line("one", (0.0, 1.0), (0.5, 16.0)),))
-    plot = Plot("name", "title", "caption", "line", "layer", (replace(panel, log_y=True), panel))
-    logarithmic, linear = rendering._draw_figure(plot).axes
-    assert (logarithmic.get_yscale(), linear.get_yscale()) == ("log", "linear")
-    assert (logarithmic.get_ylabel(), linear.get_ylabel()) == ("average norm (logarithmic)", "average norm")
-
-
 def test_the_points_of_a_figure_are_a_table() -> None:
     """Named positions have their names, and the cells of a heatmap those of their columns."""
     line = Line("mean", (1.0, 2.0), (0.1, 0.5), y_error=(0.01, 0.02))
@@ -236,23 +210,6 @@ def test_the_points_of_a_figure_are_a_table() -> None:
     frame = tabulate_points(Plot("n", "t", "c", "heatmap", "", (panel,)))
     assert frame["x_name"].tolist() == ["a", "b"]
     assert frame["y_error"].isna().all()
-
-
-def test_panels_with_named_positions_share_the_x_axis() -> None:
-    """A measure that is undefined in the last layer leaves a gap there."""
-    lines = [Line("one", (0.0, 1.0, 2.0), (0.1, 0.2, 0.3)), Line("one", (0.0, 1.0, 2.0), (0.3, 0.9, float("nan")))]
-    panels = tuple(Panel("score", (line,)) for line in lines)
-    plot = Plot("name", "title", "caption", "line", "layer", panels, x_names={0.0: "emb.", 1.0: "1"})
-    assert len({axes.get_xlim() for axes in rendering._draw_figure(plot).axes}) == 1
-
-
-def test_the_lines_of_a_panel_have_markers_alike() -> None:
-    long_line = Line("long", tuple(map(float, range(100))), (0.5,) * 100)
-    short_line, point = Line("short", (1.0, 2.0), (0.1, 0.2)), Line("point", (1.0,), (0.1,))
-    [axes] = rendering._draw_figure(make_plot(long_line, short_line, point)).axes
-    assert {line.get_label(): line.get_marker() for line in axes.lines} == {"long": "", "short": "", "point": "D"}
-    [axes] = rendering._draw_figure(make_plot(short_line, point)).axes
-    assert all(line.get_marker() for line in axes.lines)
 
 
 def test_numbers_of_dimensions_have_whole_ticks() -> None:

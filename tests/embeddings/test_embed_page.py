@@ -14,7 +14,7 @@ from istar.embeddings import embed_figures, embed_models, embed_page, embed_tabl
 from istar.embeddings.embed_models import ModelEmbeddings
 from istar.models.saved_checkpoints import ModelArgument
 from istar.texts import corpus
-from tests.embeddings.test_embed import (
+from tests.embeddings.builders import (
     PAIRS,
     TOKENIZER,
     compute_forms,

@@ -163,10 +163,7 @@ WRITERS = [write_page, write_model, write_runs]
     ],
 )
 def test_a_writer_that_is_killed_at_any_step(
-    tmp_path: Path,
-    write: Callable[[Path, str], None],
-    has_earlier: bool,
-    is_killed: Callable[..., bool],
+    tmp_path: Path, write: Callable[[Path, str], None], has_earlier: bool, is_killed: Callable[..., bool]
 ) -> None:
     old_tree: Tree = {}
     write(tmp_path / "new", "2")

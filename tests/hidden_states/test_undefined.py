@@ -27,7 +27,7 @@ from istar.regularizers import (
     VicReg,
 )
 from istar.regularizers.base import UndefinedCount
-from tests.regularizers.clouds import check_undefined, value_and_gradients
+from tests.regularizers.builders import check_undefined, value_and_gradients
 
 WIDTH = 6
 

@@ -13,7 +13,7 @@ import istar
 from istar.hidden_states.sharding import is_sharded_module
 from istar.integrations.loaders import iterate_in_new_order
 from tests.forks import run_in_processes
-from tests.integrations.naive import (
+from tests.integrations.builders import (
     CLOSE,
     WEIGHT,
     ZETA,

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import istar
 from istar.integrations.lightning import PenaltyCallback
-from tests.integrations.naive import (
+from tests.integrations.builders import (
     CLOSE,
     SHAPE,
     SPECIAL_IDS,
@@ -98,8 +98,7 @@ def make_loader(rows: list[dict[str, Tensor]], **settings: Any) -> DataLoader:
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulation", "is_checkpointed"),
-    [("bert", 1, True), ("gpt2", 4, False), ("llama", 2, True)],
+    ("name", "accumulation", "is_checkpointed"), [("bert", 1, True), ("gpt2", 4, False), ("llama", 2, True)]
 )
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(name, accumulation, is_checkpointed):
     rows = make_examples("classification", BATCH_SIZE * accumulation)
@@ -200,22 +199,6 @@ def test_a_resumed_training_ends_as_one_that_was_not_interrupted(tmp_path):
     resumed = train_model(3, tmp_path / "epoch=0.ckpt")
     assert_close(resumed.state_dict(), uninterrupted.state_dict(), rtol=0, atol=0)
     assert not torch.equal(resumed.score.weight, make_classifier("gpt2").score.weight)
-
-
-def test_sampled_rows_of_an_embedding_matrix_resume_exactly(tmp_path):
-    rows = make_examples("classification", 2 * BATCH_SIZE)
-
-    def train_model(epochs: int, ckpt_path: Path | None = None) -> nn.Module:
-        callback = PenaltyCallback(istar.CosReg(WEIGHT), make_settings(target="input_embeddings", rows=9, seed=4))
-        module = Classifier(make_classifier("gpt2"), callback)
-        trainer = make_trainer(callback, max_epochs=epochs)
-        trainer.fit(module, make_loader(rows), ckpt_path=ckpt_path)
-        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
-        assert trainer.callback_metrics["train/points"] == 9
-        return module.model
-
-    train_model(1)
-    assert_close(train_model(3, tmp_path / "1.ckpt").state_dict(), train_model(3).state_dict(), rtol=0, atol=0)
 
 
 def test_two_callbacks_have_their_own_logs_and_states(tmp_path):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from istar.errors import UserError
 from istar.integrations.lightning import IsotropyCallback
-from tests.integrations.naive import collate, make_classifier, make_examples
+from tests.integrations.builders import collate, make_classifier, make_examples
 from tests.oracles import algorithm_1, mean_pair_cosine, stack
 
 pytestmark = [

@@ -20,18 +20,14 @@ from torch.testing import assert_close
 
 pytest.importorskip("sentence_transformers")
 from datasets import Dataset
-from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
 import istar
 from istar.errors import UserError
 from istar.integrations.sentence_transformers import PenaltyLoss, PenaltyLossCallback
-from tests.integrations.naive import BERT, CLOSE, SHAPE, WEIGHT, ZETA, compute_gradients, compute_penalty
+from tests.integrations.builders import BERT, CLOSE, SHAPE, WEIGHT, ZETA, compute_gradients, compute_penalty
 from tests.oracles import algorithm_1, stack
 
 WORDS = list("abcdefghijklmnopqrstuvwxyz")
@@ -161,10 +157,7 @@ def naive_points(base: nn.Module, columns: list[dict[str, Tensor]], on: str) -> 
     return torch.cat(clouds)
 
 
-@pytest.mark.parametrize(
-    ("has_labels", "on", "accumulation"),
-    [(False, "tokens", 2), (True, "pooled", 1)],
-)
+@pytest.mark.parametrize(("has_labels", "on", "accumulation"), [(False, "tokens", 2), (True, "pooled", 1)])
 def test_the_gradient_is_that_of_the_mean_over_micro_batches(bert_folder, tmp_path, has_labels, on, accumulation):
     model, base = make_encoder(bert_folder), hf.BertModel.from_pretrained(bert_folder).double()
     data = make_pairs(4 * accumulation, with_labels=has_labels)

@@ -23,7 +23,7 @@ import istar
 from istar.errors import UserError
 from istar.integrations.transformers import IsotropyCallback, PenaltyMixin, PenaltyTrainer
 from tests.forks import run_in_processes
-from tests.integrations.naive import (
+from tests.integrations.builders import (
     collate,
     expected_gradient,
     make_examples,
@@ -418,11 +418,7 @@ def make_bert(dropout=0.0):
 
 
 def make_trainer(folder, penalty, trainer_class=Recorder, model=None, **arguments):
-    penalty_argument_names = (
-        "compute_metrics",
-        "callbacks",
-        "compute_loss_func",
-    )
+    penalty_argument_names = ("compute_metrics", "callbacks", "compute_loss_func")
     setting_names = ("refresh", "num_points", "momentum", "schedule", "points", "target", "rows")
     settings = make_settings(**{name: arguments.pop(name) for name in setting_names if name in arguments})
     penalty_arguments = {name: arguments.pop(name) for name in penalty_argument_names if name in arguments}
@@ -827,27 +823,18 @@ def test_a_checkpoint_without_the_penaltys_state_gives_one_warning(refresh, tmp_
     assert (trainer.penalty.shrinkage_covariance is None) == (refresh is None)
 
 
-@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}], ids=str)
-def test_adapters_of_a_frozen_model_get_the_penaltys_gradient(checkpointing, tmp_path):
+def test_adapters_of_a_frozen_model_with_checkpoints_get_the_penaltys_gradient(tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(6)
     model = make_model("gpt2 language model")
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    if checkpointing is not None:
-        model.enable_input_require_grads()
+    model.enable_input_require_grads()
     initial_model = copy.deepcopy(model)
+    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     trainer = Recorder(
         model=model,
-        args=sgd_arguments(
-            tmp_path,
-            gradient_accumulation_steps=2,
-            **(
-                {}
-                if checkpointing is None
-                else {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": checkpointing}
-            ),
-        ),
+        args=sgd_arguments(tmp_path, gradient_accumulation_steps=2, **checkpointing),
         train_dataset=make_examples("gpt2 language model"),
         data_collator=collate,
         penalty=make_penalty(),

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import istar
 from istar.integrations.transformers import PenaltyMixin
-from tests.integrations.naive import GPT2, LLAMA, SGD, expected_gradient, make_settings, make_sigma
+from tests.integrations.builders import GPT2, LLAMA, SGD, expected_gradient, make_settings, make_sigma
 from tests.oracles import algorithm_1
 
 trl = pytest.importorskip("trl")
@@ -142,31 +142,6 @@ def test_all_tokens_count_where_batches_have_no_padding(packing, tmp_path):
     batch = {key: batch[key] for key in ("input_ids", "position_ids")}
     assert_close(terms.value, 1 - naive_score(make_model("llama"), batch), rtol=1e-9, atol=1e-9)
     assert changes["model.layers.0.self_attn.q_proj.weight"].any()
-
-
-@pytest.mark.slow
-def test_the_penalty_is_refreshed_and_logged_and_evaluations_hold_none(tmp_path):
-    arguments = {
-        "refresh": "epoch",
-        "max_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-    }
-    trainer_without_penalty = make_trainer(tmp_path, make_model("gpt2").float(), istar.IStar(0.0, ZETA), **arguments)
-    trainer_without_penalty.train()
-    trainer = make_trainer(tmp_path, make_model("gpt2").float(), istar.IStar(WEIGHT, ZETA), **arguments)
-    trainer.train()
-    task_loss = trainer_without_penalty.state.log_history[0]["loss"]
-    first_log = trainer.state.log_history[0]
-    assert first_log["penalty"] == pytest.approx(WEIGHT * (1 - first_log["isoscore_star"]), rel=1e-5)
-    assert first_log["task_loss"] == pytest.approx(task_loss, rel=1e-4)
-    assert first_log["loss"] == pytest.approx(task_loss + first_log["penalty"], rel=1e-4)
-    [evaluation] = [log for log in trainer.state.log_history if "eval_loss" in log]
-    assert evaluation["eval_loss"] < 4.5
-    assert "eval_penalty" not in evaluation
-    assert trainer.penalty.shrinkage_covariance.shape == (12, 12)
 
 
 class PenaltyGRPOTrainer(PenaltyMixin, trl.GRPOTrainer):

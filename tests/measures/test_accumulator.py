@@ -1,13 +1,11 @@
 """Every accumulator, merged in any order, summed over gloo processes, or saved and restored, is that of all points."""
 
 import copy
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -31,7 +29,7 @@ from istar.measures import (
     isoscore,
     point_groups,
 )
-from tests.forks import run_in_processes
+from tests.forks import compute_in_group
 
 DIM, LENGTH, NUM_GROUPS, VOCABULARY = 6, 5, 3, 9
 SIZES = (3, 8, 1)
@@ -189,9 +187,7 @@ def compute_loss(moments: Moments) -> Tensor:
     return isoscore(moments) + moments.mean.square().sum()
 
 
-def run_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(SIZES))
+def compute_on_rank(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {name: summarize(accumulate(name, rank).all_reduce()) for name in CASES}
     # The last process has no points, as at the end of an uneven pass.
     for name in ("Moments", "ClassMoments", "MassiveActivations"):
@@ -199,18 +195,12 @@ def run_worker(rank: int, folder: str) -> None:
         results[f"{name}, one shard empty"] = summarize(shard.all_reduce())
     points = make_batch(rank).points.requires_grad_()
     compute_loss(FourthMoments.of(points).all_reduce()).backward()
-    results["gradient"] = points.grad
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    # Skip the shutdown of the interpreter, in which the process group may abort.
-    os._exit(0)
+    return {**results, "gradient": points.grad}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gloo")
-    run_in_processes(run_worker, (str(folder),), len(SIZES))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(len(SIZES))]
+    return compute_in_group(compute_on_rank, (), len(SIZES), tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", CASES)

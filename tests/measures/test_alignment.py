@@ -101,11 +101,6 @@ def test_error_is_the_spread_over_samples():
     assert np.sqrt(np.mean(errors**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
 
 
-def test_narrow_dtypes_are_summed_in_float64():
-    xs, ys = make_representations(24)
-    assert cka(xs.bfloat16(), ys) == cka(xs.bfloat16().double(), ys)
-
-
 def test_bad_input():
     xs, ys = make_representations(10)
     with pytest.raises(UserError, match="3 points is not defined; expected at least 4"):

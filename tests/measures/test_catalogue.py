@@ -73,10 +73,7 @@ def test_figures_exist_and_flags_have_one_bound():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("inter_simm", "no measure 'inter_simm'; did you mean inter_sim?"),
-        ("gain", "layers have no measure 'gain'"),
-    ],
+    [("inter_simm", "no measure 'inter_simm'; did you mean inter_sim?"), ("gain", "layers have no measure 'gain'")],
 )
 def test_unknown_names_are_refused_in_one_line(name, message):
     with pytest.raises(UserError) as caught:

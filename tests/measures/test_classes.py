@@ -1,14 +1,12 @@
 """Isotropy within and between classes against scikit-learn, naive loops and clusters whose covariances are known."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from torch.testing import assert_close
 
-from istar.errors import NonFiniteError, UserError
+from istar.errors import UserError
 from istar.measures import ClassMoments, class_isotropy, isoscore
 from tests.oracles import steps_6_to_9
 
@@ -152,15 +150,9 @@ def test_first_and_second_derivatives_are_those_of_finite_differences():
 LABELS = torch.tensor([0, 1, 1])
 POINTS = torch.eye(3)
 INVALID_CALLS = {
-    "labels of other shape": (lambda: class_isotropy(POINTS, LABELS[:2]), r"labels has shape \(2,\); expected \(3,\)"),
-    "mask": (lambda: class_isotropy(POINTS, LABELS, LABELS[:2]), r"mask has shape \(2,\)"),
     "scores as labels": (lambda: class_isotropy(POINTS, LABELS.float()), "labels are torch.float32; expected"),
     "negative label": (lambda: class_isotropy(POINTS, LABELS - 100), "a label is -100; expected"),
-    "dimensions": (lambda: ClassMoments(2).update(POINTS, LABELS), r"expected \(\.\.\., 2\)"),
     "one dimension": (lambda: class_isotropy(torch.arange(3.0)[:, None], LABELS), "needs at least 2 dimensions"),
-    "vector": (lambda: class_isotropy(POINTS[0], LABELS), r"expected \(n, d\)"),
-    "widths": (lambda: ClassMoments(2).merge(ClassMoments(3)), "cannot merge ClassMoments"),
-    "no points": (lambda: class_isotropy(POINTS[:0], LABELS[:0]), "no points were given"),
     "nothing between": (lambda: ClassMoments(3).between_covariance(), "no points were given"),
     "single points": (lambda: class_isotropy(POINTS, torch.arange(3)), "the points of each class are all equal"),
     "one class": (lambda: class_isotropy(POINTS, 0 * LABELS), "all class means are equal"),
@@ -173,12 +165,3 @@ def test_bad_input_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_points_that_are_not_finite_are_named(value):
-    for row, column in itertools.product(range(2), range(2)):
-        points, labels = make_clusters(6, 2, 2)
-        points[row, column] = value
-        with pytest.raises(NonFiniteError, match="not finite"):
-            class_isotropy(points, labels)

@@ -6,7 +6,7 @@ from IsoScore import IsoScore as Published
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.measures import Moments, isoscore, isoscore_from_covariance, isoscore_star, isoscore_unbiased, shrink
+from istar.measures import Moments, isoscore, isoscore_from_covariance, isoscore_star, shrink
 from istar.measures.isoscores import unchecked_isoscore
 from tests.oracles import algorithm_1, algorithm_2, steps_6_to_9
 
@@ -198,20 +198,6 @@ def test_shrink_is_step_4():
     assert_close(shrink(sample, shrinkage, 0.2), 0.8 * sample + 0.2 * shrinkage, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300])
-def test_masked_points_change_neither_value_nor_gradient(garbage):
-    points = cloud(24, 5).reshape(4, 6, 5)
-    mask = torch.arange(24).reshape(4, 6) % 3 > 0
-    unpadded = value_and_gradient(isoscore, points[mask])
-    expected = value_and_gradient(lambda x: isoscore(x, mask), points)
-    points[~mask] = garbage
-    value, gradient = value_and_gradient(lambda x: isoscore(x, mask), points)
-    assert torch.equal(value, expected[0])
-    assert torch.equal(gradient, expected[1])
-    assert not gradient[~mask].any()
-    assert_close((value, gradient[mask]), unpadded, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_result_is_float64_and_gradient_has_the_dtype_of_the_points(dtype):
     points = cloud(50, 5, dtype=dtype)
@@ -244,41 +230,16 @@ def make_symmetric_matrix(*eigenvalues):
     return (matrix + matrix.T) / 2
 
 
-def make_points_with_value(value, shape=(9, 3)):
-    points = torch.ones(shape).cumsum(0) * torch.arange(1, shape[1] + 1)
-    points[1, 1] = value
-    return points
-
-
-def test_float32_points_with_a_massive_activation_are_scored_in_float64():
-    points = 0.3 * cloud(200, 64).float()
-    points[0], points[0, 3], points[0, 7] = 0.01, 1500.0, -1050.0
-    for score in (isoscore, isoscore_unbiased):
-        assert_close(score(points), score(points.double()), rtol=0, atol=0)
-
-
 EYE = torch.eye(3, dtype=torch.float64)
 INVALID_CALLS = [
     (lambda: isoscore(cloud(1, 3)), "1 points have no covariance; expected at least 2 points"),
-    (lambda: isoscore(cloud(5, 3), torch.zeros(5)), "0 points have no covariance"),
-    (lambda: isoscore(cloud(0, 3)), "0 points have no covariance"),
-    (lambda: isoscore(cloud(5, 3)[0]), r"shape \(3,\); expected \(n, d\)"),
     (lambda: isoscore(cloud(5, 3)[:, :1]), "at least 2 dimensions; the covariance of the points has 1"),
-    (lambda: isoscore(torch.ones(5, 0)), r"shape \(5, 0\); expected \(n, d\)"),
     (lambda: isoscore(torch.full((77, 3), 0.1)), "all points are equal"),
     (lambda: isoscore(cloud(1, 3).expand(77, 3)), "all points are equal"),
-    (
-        lambda: isoscore(Moments.of(cloud(1, 3).expand(7, 3)).update(cloud(1, 3).expand(5, 3))),
-        "points are equal",
-    ),
+    (lambda: isoscore(Moments.of(cloud(1, 3).expand(7, 3)).update(cloud(1, 3).expand(5, 3))), "points are equal"),
     (lambda: isoscore(Moments.of(cloud(1, 59).float().expand(110, 59))), "points are equal"),
-    (lambda: isoscore([[1.0, 2.0]]), "points: expected a tensor instead of a list; torch.as_tensor converts"),
     (lambda: isoscore(cloud(5, 3), [1, 1, 1, 1, 0]), "mask: expected a tensor instead of a list"),
-    (lambda: isoscore(make_points_with_value(torch.nan)), "not finite; look for NaN, infinite or too large values"),
-    (lambda: isoscore(make_points_with_value(torch.inf)), "not finite; look for NaN, infinite or too large values"),
-    (lambda: isoscore_star(make_points_with_value(torch.nan), EYE, 0.5), "the shrunk covariance is not finite"),
-    (lambda: isoscore(cloud(5, 3).long()), "int64; expected a floating dtype"),
-    (lambda: isoscore(cloud(5, 3), torch.ones(4)), r"mask has shape \(4,\); expected \(5,\)"),
+    (lambda: isoscore_star(torch.full((5, 3), torch.nan), EYE, 0.5), "the shrunk covariance is not finite"),
     (lambda: isoscore(Moments.of(cloud(5, 3)), torch.ones(5)), "mask was given with moments"),
     (lambda: isoscore_star(cloud(5, 3), EYE, -0.1), r"zeta is -0\.1; expected a number from 0"),
     (lambda: isoscore_star(cloud(5, 3), EYE, 1.1), r"zeta is 1\.1"),
@@ -293,9 +254,7 @@ INVALID_CALLS = [
     (lambda: isoscore_star(cloud(5, 3), EYE * torch.nan, 0.5), "the shrinkage covariance is not finite"),
     (lambda: isoscore_from_covariance(torch.ones(3, 4)), r"shape \(3, 4\); expected \(d, d\)"),
     (lambda: isoscore_from_covariance(torch.ones(2, 3, 3)), r"shape \(2, 3, 3\); expected \(d, d\)"),
-    (lambda: isoscore_from_covariance(torch.ones(1, 1)), "at least 2 dimensions"),
     (lambda: isoscore_from_covariance(0 * EYE), "is zero"),
-    (lambda: isoscore_from_covariance(-EYE), "is zero|negative"),
     (lambda: isoscore_from_covariance(make_symmetric_matrix(1, 1, -1e-3)), "negative eigenvalues"),
     (lambda: isoscore_from_covariance(EYE + 1e-3 * torch.ones(3, 3).triu(1)), "not symmetric"),
     (lambda: isoscore_from_covariance(EYE.float() + 1e-2 * torch.ones(3, 3).triu(1)), "not symmetric"),

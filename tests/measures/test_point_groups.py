@@ -112,25 +112,6 @@ def test_zeros_have_a_norm_but_no_cosine():
     assert summary == (type(summary))(3, pytest.approx(10 / 3), pytest.approx(24 / 25))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_narrow_points_are_summed_in_float64_and_masked_ones_left_out(dtype):
-    points, bins, mask = cloud(dtype=dtype), log2_bins(POSITIONS), torch.arange(60) % 5 > 0
-    masked = torch.where(mask[:, None], points, math.nan)
-    assert_summaries_are_naive(GroupedPoints(5, 5).update(masked, bins, mask).compute(), points[mask], bins[mask])
-
-
-def test_types_without_points():
-    """Types without points have no cosine and do not change the cosines of the other types."""
-    types = torch.tensor([0, 5, 99]).repeat(20)
-    by_type, other_points_by_type = (GroupedPoints(100, 5).update(cloud(seed=seed), types) for seed in (0, 1))
-    by_type.merge(other_points_by_type)
-    values = by_type.inter_sim()
-    assert values.isfinite().nonzero().squeeze(1).tolist() == [0, 5, 99]
-    points = torch.cat([cloud(seed=0), cloud(seed=1)])
-    expected = [oracles.mean_pair_cosine(points[types.repeat(2) == value].numpy()) for value in (0, 5, 99)]
-    torch.testing.assert_close(values[[0, 5, 99]], torch.tensor(expected, dtype=torch.float64))
-
-
 def test_groups_without_points_take_no_memory_for_sums_of_vectors():
     """Sums for all groups would take 800 GB."""
     points = torch.randn(9, 100_000, generator=torch.Generator().manual_seed(0))
@@ -204,12 +185,9 @@ WITH_NAN[2, 1] = math.nan
 GROUPS = POSITIONS % 3
 INVALID_CALLS = {
     "no groups": (lambda: GroupedPoints(0, 5), UserError, "0 groups"),
-    "no dim": (lambda: GroupedPoints(3, 0), UserError, "0 dimensions"),
     "range": (lambda: GroupedPoints(2, 5).update(cloud(), GROUPS), UserError, "0 to 2; expected 0 to 1"),
     "negative": (lambda: GroupedPoints(3, 5).update(cloud(), GROUPS - 1), UserError, "-1 to 1; expected 0 to 2"),
     "float": (lambda: GroupedPoints(3, 5).update(cloud(), GROUPS / 1), UserError, "float32; expected integers"),
-    "shape": (lambda: GroupedPoints(3, 5).update(cloud(), GROUPS[:4]), UserError, r"groups has shape \(4,\)"),
-    "width": (lambda: GroupedPoints(3, 4).update(cloud(), GROUPS), UserError, r"expected \(\.\.\., 4\)"),
     "nan": (lambda: GroupedPoints(3, 5).update(WITH_NAN, GROUPS).compute(), NonFiniteError, "not finite"),
     "regroup": (lambda: GroupedPoints(3, 5).regroup(torch.zeros(2).long(), 1), UserError, r"shape \(2,\)"),
     "regroup range": (lambda: GroupedPoints(3, 5).regroup(torch.arange(3), 2), UserError, "expected 0 to 1"),

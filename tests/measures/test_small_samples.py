@@ -135,16 +135,6 @@ def test_the_gradient_falls_with_the_scale(scale):
     assert_close(scale * gradient, expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_narrow_points_are_scored_in_full(dtype):
-    points = cloud(50, 8, 3, dtype=dtype)
-    value, gradient = value_and_gradient(isoscore_unbiased, points)
-    assert (value.dtype, gradient.dtype) == (torch.float64, dtype)
-    exact, exact_gradient = value_and_gradient(isoscore_unbiased, points.double())
-    assert abs(value - exact) < 1e-5
-    assert (gradient - exact_gradient).norm() < max(torch.finfo(dtype).eps, 1e-6) * 10 * exact_gradient.norm()
-
-
 @pytest.mark.parametrize("scale", [-1, 1e-8, 1e14])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_neither_scale_nor_rotation_nor_translation_changes_it(dtype, scale):
@@ -161,20 +151,6 @@ def test_moments_that_were_streamed_have_the_score_of_the_points():
     for batch in points.split(7):
         streamed.merge(FourthMoments.of(batch))
     assert_close(isoscore_unbiased(streamed), isoscore_unbiased(points), rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e300])
-def test_masked_points_change_neither_value_nor_gradient(garbage):
-    points = cloud(24, 5).reshape(4, 6, 5)
-    mask = torch.arange(24).reshape(4, 6) % 3 > 0
-    unpadded = value_and_gradient(isoscore_unbiased, points[mask])
-    expected = value_and_gradient(lambda x: isoscore_unbiased(x, mask), points)
-    points[~mask] = garbage
-    value, gradient = value_and_gradient(lambda x: isoscore_unbiased(x, mask), points)
-    assert torch.equal(value, expected[0])
-    assert torch.equal(gradient, expected[1])
-    assert not gradient[~mask].any()
-    assert_close((value, gradient[mask]), unpadded, rtol=1e-12, atol=1e-14)
 
 
 # The shrinkage intensity -----------------------------------------------------------------------------------
@@ -256,13 +232,10 @@ def make_equal_points_but_one():
 
 INVALID_CALLS = [
     (lambda: isoscore_unbiased(cloud(3, 4)), "3 points have no unbiased score; expected at least 4"),
-    (lambda: isoscore_unbiased(cloud(9, 4), torch.zeros(9)), "0 points have no unbiased score"),
     (lambda: isoscore_unbiased(cloud(9, 1)), "at least 2 dimensions; the covariance of the points has 1"),
     (lambda: isoscore_unbiased(torch.full((9, 3), 0.1)), "all points are equal"),
     (lambda: isoscore_unbiased(make_simplex()), "is estimated as 0"),
     (lambda: isoscore_unbiased(make_equal_points_but_one()), "is estimated as 0"),
-    (lambda: isoscore_unbiased(cloud(9, 4) / 0), "not finite; look for NaN"),
-    (lambda: isoscore_unbiased(cloud(9, 4).long()), "int64; expected a floating dtype"),
     (lambda: isoscore_unbiased(Moments.of(cloud(9, 4))), "Moments do not hold the fourth-order sum"),
     (lambda: isoscore_unbiased(FourthMoments.of(cloud(9, 4)), torch.ones(9)), "a mask was given with moments"),
     (lambda: shrinkage_intensity(FourthMoments.of(cloud(9, 4)), torch.eye(3)), r"\(3, 3\); expected \(4, 4\)"),

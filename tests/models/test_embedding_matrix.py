@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from istar.errors import UserError
 from istar.models.embedding_matrix import read_matrix, read_untied_output
 from istar.models.model_source import ModelSource
-from tests.embeddings.test_embed import INPUT, build, save_model
+from tests.embeddings.builders import INPUT, build, save_model
 from tests.mock_hub import Repository, serving, set_offline, use
 
 

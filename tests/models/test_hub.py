@@ -17,7 +17,7 @@ from istar.errors import UserError
 from istar.geometry.show import compare_page
 from istar.models.hub import open_dataset_stream
 from istar.texts.corpus import Source, parse_sources
-from tests.embeddings.test_embed import save_model
+from tests.embeddings.builders import save_model
 from tests.geometry.collect.test_torchrun import leave_out_the_page
 from tests.mock_hub import MockHub, Repository, serving, set_offline, use
 

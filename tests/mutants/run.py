@@ -1,140 +1,135 @@
-"""Break the product, one line at a time, and report whether the tests notice: `make mutants`.
+"""Break the numerical code, one operator or number at a time, and report whether the tests notice: `make mutants`.
 
-Each mutation of `tests/mutants/table.py` is applied to a copy of the checkout, in which the test that the table names
-must fail. The exit code is 1 if a mutation survives, if its line is no longer in the product, or if a test fails
-without a mutation.
+The mutants are a fixed sample of the changes that the syntax trees allow. For each, the tests named after its module
+run until one fails, or, if no file has this name, all tests of its package but those of several processes. The exit
+code is 1 if more mutants survive than `--survivors`: some of them change nothing that can be observed, and others lack
+a test.
 """
 
 import argparse
-import multiprocessing
+import ast
+import copy
+import hashlib
 import os
-import shutil
+import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
+from concurrent.futures import ProcessPoolExecutor
+from importlib.machinery import SourceFileLoader
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.mutants.table import MUTATIONS, REPOSITORY, Mutation
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("measures", "regularizers", "hidden_states")
+LIBRARIES = ["torch", "scipy.stats", "sklearn.metrics", "hydra", "pytest", "transformers.models.bert.modeling_bert"]
+"""Modules that are imported once and shared by all processes. None of them is changed."""
+OPPOSITES: dict[type, type] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.USub: ast.UAdd, ast.Not: ast.UAdd,
+    ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+UNCHANGED = (ast.Raise, ast.JoinedStr, ast.AnnAssign)
+"""Nodes of messages and types."""
+SECONDS = 100
+"""A mutant whose tests take longer has changed a loop, and counts as killed."""
 
-LIBRARIES = ["torch", "lightning", "datasets", "hydra", "scipy.stats", "sklearn.metrics", "matplotlib.pyplot", "pytest",
-             "optuna", "transformers.models.bert.modeling_bert"]  # fmt: skip
-"""Modules that are imported once and shared by all processes. None of them is mutated."""
-COPIED_PATHS = ("benchmarks", "conf", "docs", "hydra_plugins", "istar", "sweep", "tests", "pyproject.toml", "train.py")
-PASSED, FAILED = 100, 101
-"""Exit codes of a process: those of pytest plus 100, to distinguish a failed test from a process that crashes."""
-VERDICTS = {FAILED: "killed", PASSED: "SURVIVED"}
+
+class Mutant(NamedTuple):
+    path: Path
+    number: int
+    """Position of the changed node in `find_nodes`."""
+    change: str
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A run of pytest on a copy of the checkout; without a mutation, all tests must pass."""
+def find_nodes(tree: ast.AST) -> Iterator[Any]:
+    """Yield the operations, comparisons and numbers of a tree in a fixed order."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, UNCHANGED):
+            is_number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+            if is_number or type(getattr(node, "op", getattr(node, "ops", [None])[0])) in OPPOSITES:
+                yield node
+            yield from find_nodes(node)
 
-    mutation: Mutation | None
-    tests: Sequence[str]
-    folder: Path
 
-    @property
-    def log(self) -> Path:
-        """The file with the output of pytest."""
-        return self.folder.with_suffix(".log")
+def change(node: Any) -> Any:
+    """Replace the operator by its opposite, or add 1 to the number."""
+    if isinstance(node, ast.Constant):
+        node.value = 1 + node.value  # type: ignore[operator]
+    elif isinstance(node, ast.Compare):
+        node.ops[0] = OPPOSITES[type(node.ops[0])]()
+    else:
+        node.op = OPPOSITES[type(node.op)]()
+    return node
+
+
+def list_mutants(one_in: int) -> list[Mutant]:
+    """Sample one in so many changes by a hash of the line, so that edits elsewhere do not change the sample."""
+    mutants = []
+    for path in sorted(path for package in PACKAGES for path in (REPOSITORY / "istar" / package).glob("*.py")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for index, node in enumerate(find_nodes(ast.parse("\n".join(lines)))):
+            text = f"{path.stem}: {lines[node.lineno - 1].strip()}  ->  {ast.unparse(change(copy.deepcopy(node)))}"
+            if int(hashlib.sha256(text.encode()).hexdigest(), 16) % one_in == 0:
+                mutants.append(Mutant(path, index, f"{path.relative_to(REPOSITORY)}:{node.lineno}: {text}"))
+    return mutants
+
+
+def find_tests(mutant: Mutant | None) -> list[str]:
+    """Return the arguments of pytest: the tests of a module, or those of all packages except in several processes."""
+    folders = [REPOSITORY / "tests" / name for name in (PACKAGES if mutant is None else [mutant.path.parent.name])]
+    files = [] if mutant is None else sorted(folders[0].glob(f"test_{mutant.path.stem}*.py"))
+    return [*map(str, files or folders), *(() if files else ("-k", "not process"))]
+
+
+def is_killed(mutant: Mutant | None) -> bool:
+    """Return whether a test fails in this process, which has imported nothing of the package yet."""
+    import pytest
+
+    if mutant is not None:
+        get_code = SourceFileLoader.get_code
+
+        def get_changed_code(loader: SourceFileLoader, name: str) -> Any:
+            if loader.path != str(mutant.path):
+                return get_code(loader, name)
+            tree = ast.parse(mutant.path.read_text(encoding="utf-8"))
+            change(list(find_nodes(tree))[mutant.number])
+            return compile(tree, mutant.path, "exec")
+
+        SourceFileLoader.get_code = get_changed_code  # type: ignore[method-assign, assignment]
+        signal.signal(signal.SIGALRM, lambda *_: pytest.exit("too slow", returncode=pytest.ExitCode.TESTS_FAILED))
+        signal.alarm(SECONDS)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    # Plugins that are imported already cannot have their assertions rewritten, which does not matter.
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    code = pytest.main([*options, *find_tests(mutant)])
+    assert code != pytest.ExitCode.NO_TESTS_COLLECTED
+    return code != pytest.ExitCode.OK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each mutation as soon as its test has ended; returns the exit code."""
+    """Print each mutant with its verdict; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description=__doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="*", help="only mutations with one of these words in their lines")
+    parser.add_argument("word", nargs="?", default="", help="only mutants with this word in their path or line")
+    parser.add_argument("--one-in", type=int, default=32, help="size of the sample")
+    parser.add_argument("--survivors", type=int, default=8, help="how many mutants may survive")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     options = parser.parse_args(arguments)
-    selected = [
-        mutation
-        for mutation in MUTATIONS
-        if not options.words or any(word in f"{mutation.mistake} {mutation.file}" for word in options.words)
-    ]
-    outdated = [mutation for mutation in selected if mutation.problem()]
-    for mutation in outdated:
-        print(f"{'outdated':<11}{mutation.mistake} {mutation.problem()}", flush=True)
-    selected = [mutation for mutation in selected if mutation not in outdated]
-    problems = len(outdated)
-    with tempfile.TemporaryDirectory(prefix="istar-mutants-") as name:
-        unmutated_attempt = Attempt(None, sorted({mutation.test for mutation in selected}), Path(name) / "unchanged")
-        attempts = [unmutated_attempt] if selected else []
-        attempts += [
-            Attempt(mutation, [mutation.test], Path(name) / str(index)) for index, mutation in enumerate(selected)
-        ]
-        for attempt, code in run_attempts(attempts, options.jobs):
-            is_expected = code == (PASSED if attempt.mutation is None else FAILED)
-            problems += not is_expected
-            print(describe_result(attempt.mutation, code), flush=True)
-            if not is_expected:
-                print(attempt.log.read_text(encoding="utf-8"), flush=True)
-    print(f"{len(selected) + len(outdated)} mutations, {problems} problems")
-    return int(problems > 0)
-
-
-def describe_result(mutation: Mutation | None, code: int) -> str:
-    """Describe the result of an attempt."""
-    if mutation is None:
-        return f"{'passed' if code == PASSED else 'FAILED':<11}all tests, without a mutation"
-    verdict = VERDICTS.get(code, f"broken: {code}")
-    return f"{verdict:<11}{mutation.mistake} ({mutation.file}; {mutation.test})"
-
-
-def run_attempts(attempts: Sequence[Attempt], jobs: int) -> Iterator[tuple[Attempt, int]]:
-    """Execute the attempts, a number of them at a time; yields each with pytest's exit code when it has ended."""
+    os.chdir(REPOSITORY)
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    context = multiprocessing.get_context("forkserver")
+    context = get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
-    waiting = list(attempts)
-    running: dict[int, tuple[Attempt, BaseProcess]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            attempt = waiting.pop(0)
-            process = start(attempt, context)
-            running[process.sentinel] = attempt, process
-        for sentinel in wait(list(running)):
-            attempt, process = running.pop(sentinel)  # type: ignore[call-overload]
-            process.join()
-            shutil.rmtree(attempt.folder)
-            yield attempt, process.exitcode
-
-
-def start(attempt: Attempt, context: ForkServerContext) -> BaseProcess:
-    """Copy the checkout, apply the mutation, and start pytest on the copy."""
-    attempt.folder.mkdir()
-    for path in (REPOSITORY / name for name in COPIED_PATHS):
-        if path.is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(path, attempt.folder / path.name, ignore=ignore, symlinks=True)
-        else:
-            shutil.copy(path, attempt.folder)
-    if attempt.mutation is not None:
-        attempt.mutation.apply(attempt.folder)
-    process = context.Process(target=run_pytest, args=(attempt.tests, attempt.folder, attempt.log))
-    process.start()
-    return process
-
-
-def run_pytest(tests: Sequence[str], folder: Path, log: Path) -> None:
-    """Run pytest in a copy of the checkout, in a process that has imported nothing of the checkout but this module."""
-    os.chdir(folder)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]
-    sys.path[:] = [str(folder), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
-    import pytest
-
-    import istar
-
-    assert Path(istar.__file__).is_relative_to(folder), istar.__file__
-    # Plugins that are imported already cannot have their assertions rewritten, which does not matter.
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    sys.exit(PASSED + pytest.main([*options, *tests]))
+    mutants = [mutant for mutant in list_mutants(options.one_in) if options.word in mutant.change]
+    survivors = 0
+    with ProcessPoolExecutor(options.jobs, context, max_tasks_per_child=1) as pool:
+        unchanged = pool.submit(is_killed, None)
+        for mutant, killed in zip(mutants, pool.map(is_killed, mutants), strict=True):
+            survivors += not killed
+            print(f"{'killed' if killed else 'SURVIVED':<10}{mutant.change}", flush=True)
+        assert not unchanged.result(), "a test fails without a change"
+    print(f"{len(mutants)} mutants, {survivors} survived; expected at most {options.survivors}")
+    return int(survivors > options.survivors)
 
 
 if __name__ == "__main__":

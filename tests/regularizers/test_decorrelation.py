@@ -4,7 +4,7 @@ import torch
 from torch.testing import assert_close
 
 from istar.regularizers import Decorrelation
-from tests.regularizers.clouds import CLOSE, check_penalty, states, value_and_gradients
+from tests.regularizers.builders import CLOSE, check_penalty, states, value_and_gradients
 
 
 def naive_decorrelation(points):

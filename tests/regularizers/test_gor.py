@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from istar.regularizers import Gor
-from tests.regularizers.clouds import CLOSE, check_penalty, check_undefined, states
+from tests.regularizers.builders import CLOSE, check_penalty, check_undefined, states
 
 
 def naive_gor(points):

@@ -10,7 +10,7 @@ from istar.errors import NonFiniteError, OptionError, UserError
 from istar.measures.numerics import BLOCK
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1, shrinkage_intensity, stack, unbiased_isoscore
-from tests.regularizers.clouds import check_undefined
+from tests.regularizers.builders import check_undefined, value_and_gradients
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS, BATCH, TOKENS, DIM = 3, 4, 7, 6
@@ -44,12 +44,6 @@ def make_penalty(zeta=0.2, shrinkage="default", weight=1.0, layers="with_embeddi
     if zeta != 0:
         penalty.shrinkage_covariance = sigma() if isinstance(shrinkage, str) else shrinkage
     return penalty
-
-
-def value_and_gradients(function, hidden_states):
-    hidden_states = [state.detach().clone().requires_grad_() for state in hidden_states]
-    value = function(hidden_states)
-    return value.detach(), list(torch.autograd.grad(value, hidden_states))
 
 
 def check_against_algorithm_1(hidden_states, attention_mask, shrinkage, zeta, spectrum=torch.linalg.eigvalsh):
@@ -375,6 +369,7 @@ def test_autocast_changes_nothing_bit_for_bit(dtype, attention_mask):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value, gradients = value_and_gradients(compute_penalty, states(dtype=dtype))
     assert value.dtype == torch.float32
+    assert make_penalty(shrinkage=sigma().float())(states()).dtype == torch.float64
     assert torch.equal(value, expected)
     assert all(
         torch.equal(gradient, expected_gradient)
@@ -425,12 +420,6 @@ def test_no_scale_of_float32_states_overflows(kind, scale):
     assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-5)
 
 
-def test_the_penalty_has_the_dtype_of_the_states_at_least_float32():
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        assert make_penalty()(states(dtype=dtype)).dtype == torch.float32
-    assert make_penalty(shrinkage=sigma().float())(states()).dtype == torch.float64
-
-
 @pytest.mark.parametrize("attention_mask", [None, mask(8, 32)], ids=["all", "masked"])
 @pytest.mark.parametrize("mean", [0, 300])
 def test_products_in_bfloat16_are_off_by_what_is_said(attention_mask, mean):
@@ -479,8 +468,8 @@ def test_zeta_0_and_the_unbiased_score_need_no_shrinkage_covariance():
     assert not IStar(1.0, 0).needs_shrinkage_covariance
     assert not IStar(1.0, 0, estimator="unbiased").needs_shrinkage_covariance
     assert_close(IStar(1.0, 0)(states(), mask()), 1 - algorithm_1(stack(states()[1:], mask())), **CLOSE)
+    assert [IStar(1.0, zeta).measure for zeta in (0, 0.2, "auto")] == ["isoscore", "isoscore_star", "isoscore_star"]
     assert IStar(1.0, 0, estimator="unbiased").measure == "isoscore_unbiased"
-    assert IStar(1.0, 0.2).measure == "isoscore_star"
 
 
 def test_weight_0_is_0_whatever_the_states_hold_and_a_schedule_may_change_it():
@@ -555,36 +544,24 @@ NOT_COVARIANCES = {
 
 
 @pytest.mark.parametrize("name", NOT_COVARIANCES)
-def test_what_is_no_covariance_is_refused_when_it_is_set_and_the_old_one_stays(name):
+def test_what_is_no_covariance_is_refused_when_it_is_set_or_loaded_and_the_old_one_stays(name):
     invalid_covariance, message = NOT_COVARIANCES[name]
-    penalty = make_penalty()
+    penalty, new_penalty = make_penalty(), IStar(1.0, 0.2)
     with pytest.raises(UserError, match=f"^the shrinkage {message}|{message}") as error:
         penalty.shrinkage_covariance = invalid_covariance
     assert "\n" not in str(error.value)
     assert isinstance(error.value, NonFiniteError) == ("finite" in message)
+    for loading_penalty in (penalty, new_penalty):
+        with pytest.raises(UserError, match=message):
+            loading_penalty.load_state_dict({"shrinkage_covariance": invalid_covariance})
     assert torch.equal(penalty.shrinkage_covariance, sigma())
-
-
-@pytest.mark.parametrize("name", NOT_COVARIANCES)
-def test_what_is_no_covariance_is_refused_when_it_is_loaded_and_the_old_one_stays(name):
-    invalid_covariance, message = NOT_COVARIANCES[name]
-    penalty = make_penalty()
-    with pytest.raises(UserError, match=message) as error:
-        penalty.load_state_dict({"shrinkage_covariance": invalid_covariance})
-    assert "\n" not in str(error.value)
-    assert torch.equal(penalty.shrinkage_covariance, sigma())
-    new_penalty = IStar(1.0, 0.2)
-    with pytest.raises(UserError, match=message):
-        new_penalty.load_state_dict({"shrinkage_covariance": invalid_covariance})
     assert new_penalty.shrinkage_covariance is None
 
 
-def test_what_is_no_tensor_is_refused_as_a_shrinkage_covariance():
-    penalty = make_penalty()
-    with pytest.raises(UserError, match="the shrinkage covariance is a list; expected a tensor"):
-        penalty.shrinkage_covariance = [[1.0, 0.0], [0.0, 1.0]]
-    with pytest.raises(UserError, match=r"the shrinkage covariance is torch\.int64; expected a floating dtype"):
-        penalty.shrinkage_covariance = torch.eye(DIM).long()
+@pytest.mark.parametrize("value", [[[1.0, 0.0], [0.0, 1.0]], torch.eye(DIM).long()])
+def test_what_is_no_tensor_of_floats_is_refused_as_a_shrinkage_covariance(value):
+    with pytest.raises(UserError, match="the shrinkage covariance is "):
+        make_penalty().shrinkage_covariance = value
 
 
 @pytest.mark.parametrize("initial_covariance", [None, sigma(4), sigma()], ids=["none", "another width", "another"])
@@ -595,6 +572,7 @@ def test_sigma_s_survives_a_state_dict_into_another_penalty(initial_covariance):
     loaded_penalty.shrinkage_covariance = initial_covariance
     assert not any(loaded_penalty.load_state_dict(state_dict, strict=True))
     assert torch.equal(loaded_penalty.shrinkage_covariance, 2 * sigma())
+    assert not make_penalty(shrinkage=sigma().requires_grad_()).shrinkage_covariance.requires_grad
     assert loaded_penalty.shrinkage_covariance is not state_dict["shrinkage_covariance"]
     assert torch.equal(loaded_penalty(states()), make_penalty(shrinkage=2 * sigma(), layers="all")(states()))
 
@@ -624,11 +602,6 @@ def test_none_stays_none():
     assert loaded_penalty.state_dict() == {}
 
 
-def test_sigma_s_has_no_graph():
-    penalty = make_penalty(shrinkage=sigma().requires_grad_())
-    assert not penalty.shrinkage_covariance.requires_grad
-
-
 def test_sigma_s_of_inference_mode_can_be_trained_with_and_loaded():
     penalty, hidden_states = make_penalty(), [state.requires_grad_() for state in states()]
     with torch.inference_mode():
@@ -644,7 +617,6 @@ def test_sigma_s_of_inference_mode_can_be_trained_with_and_loaded():
 
 
 INVALID_CALLS = [
-    (lambda: IStar(math.inf, 0.2), "lambda=inf"),
     (lambda: IStar(math.nan, 0.2), "lambda=nan"),
     (lambda: IStar(1.0, -0.1), "zeta=-0.1"),
     (lambda: IStar(1.0, 1.5), "zeta=1.5"),
@@ -659,17 +631,12 @@ INVALID_CALLS = [
     (lambda: IStar(1.0, 0, estimator="unbiased", compute="bf16"), "compute=bf16"),
     (lambda: IStar(1.0, "auto")(states(), mask()), "the shrinkage covariance is not set"),
     (lambda: IStar(1.0, 0.2)(states(), mask()), "the shrinkage covariance is not set"),
-    (lambda: IStar(1.0, 0, layers="first")(states(), mask()), "layers=first is not known"),
-    (lambda: IStar(1.0, 0, layers=[7])(states(), mask()), "layer 7 does not exist"),
-    (lambda: make_penalty()([], None), "0 hidden states were given"),
     (lambda: make_penalty(0.2, sigma(5))(states()), r"shape \(5, 5\); expected \(6, 6\) for hidden states of width 6"),
     (lambda: make_penalty("auto", sigma(5))(states()), r"shape \(5, 5\); expected \(6, 6\)"),
-    (lambda: make_penalty(0)([state.long() for state in states()]), "int64; expected a floating dtype"),
     (lambda: make_penalty(0)(states(), mask()[:, 1:]), r"mask has shape \(4, 6\).*expected a mask of shape \(4, 7\)"),
-    (lambda: make_penalty(0)(states(), mask().T), r"mask has shape \(7, 4\).*expected a mask of shape \(4, 7\)"),
     (lambda: make_penalty(0)(states(), mask()[:, None, None]), r"mask has shape \(4, 1, 1, 7\)"),
-    (lambda: make_penalty(0)(states(), mask().tolist()), "the attention mask is a list; expected a tensor"),
-    (lambda: make_penalty(0)([*states(), *states((4, 7, 5))]), r"the layers have \[5, 6\] dimensions"),
+    (lambda: make_penalty(0)(states(), mask().tolist()), "the attention mask is a list"),
+    (lambda: make_penalty(0)([*states(), *states((4, 7, 5))]), r"\[5, 6\] dimensions"),
     (lambda: make_penalty(0)(states((4, 7, 1))), "isotropy needs at least 2 dimensions"),
 ]
 
@@ -679,8 +646,3 @@ def test_what_has_no_penalty_is_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("zeta", "name"), [(0, "isoscore"), (0.4, "isoscore_star"), ("auto", "isoscore_star")])
-def test_the_log_says_isoscore_star_only_where_sigma_is_used(zeta, name):
-    assert IStar(1.0, zeta).measure == name

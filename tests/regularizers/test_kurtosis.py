@@ -5,7 +5,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.regularizers import Kurtosis, SetPoint
-from tests.regularizers.clouds import CLOSE, check_penalty, check_undefined, states
+from tests.regularizers.builders import CLOSE, check_penalty, check_undefined, states
 
 
 def naive_kurtosis(points):

@@ -6,7 +6,7 @@ import istar
 from istar.regularizers import IStar, RandomDirection, SetPoint
 from istar.regularizers.placebos import random_rotation
 from tests import oracles
-from tests.regularizers.clouds import CLOSE, MASK, states, value_and_gradients
+from tests.regularizers.builders import CLOSE, MASK, states, value_and_gradients
 
 SIGMA = torch.diag(torch.linspace(1, 2, 4, dtype=torch.float64))
 

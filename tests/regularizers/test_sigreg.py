@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from istar.errors import UserError
 from istar.regularizers import SigReg
 from istar.regularizers.sigreg import random_directions
-from tests.regularizers.clouds import CLOSE, check_penalty, states
+from tests.regularizers.builders import CLOSE, check_penalty, states
 
 
 def naive_sigreg(points, num_directions=7, seed=4, draw=0):

@@ -6,7 +6,7 @@ import istar
 from istar.errors import UserError
 from istar.regularizers import SimCtg
 from istar.regularizers.points import Tokens
-from tests.regularizers.clouds import CLOSE, MASK, check_undefined, states, value_and_gradients
+from tests.regularizers.builders import CLOSE, MASK, check_undefined, states, value_and_gradients
 
 
 def naive_simctg(hidden_states, mask, margin=0.5):

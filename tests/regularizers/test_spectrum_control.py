@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.regularizers import Spectrum
-from tests.regularizers.clouds import CLOSE, MASK, check_penalty, check_undefined, states, value_and_gradients
+from tests.regularizers.builders import CLOSE, MASK, check_penalty, check_undefined, states, value_and_gradients
 
 
 def naive_spectrum(points, decay="polynomial", rate=0.5):
@@ -62,13 +62,7 @@ def test_zeros_have_no_spectrum():
     check_undefined(Spectrum(1.0), [torch.zeros(1, 3, 4)] * 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"decay": "linear"}, "decay=linear"),
-        ({"rate": -1.0}, "rate=-1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [({"decay": "linear"}, "decay=linear"), ({"rate": -1.0}, "rate=-1")])
 def test_bad_settings_are_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         Spectrum(1.0, **arguments)

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.regularizers import VicReg
-from tests.regularizers.clouds import CLOSE, check_penalty, states
+from tests.regularizers.builders import CLOSE, check_penalty, states
 
 
 def naive_vicreg(points, mu=25.0, nu=1.0, gamma=1.0):

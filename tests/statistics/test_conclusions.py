@@ -87,9 +87,8 @@ def test_six_pairs_are_enough_for_the_signs() -> None:
 
 
 def test_a_test_and_an_interval_that_disagree() -> None:
-    assert conclusion(replace(ROW, interval=(-0.1, 2.6))) == (
-        "Nothing can be concluded about I-STAR and Base on rte: the test and the interval disagree (difference +1.25, "
-        "uncorrected 95% interval -0.10 to +2.60, adjusted p = 0.012)."
+    assert "rte: the test and the interval disagree (difference +1.25," in conclusion(
+        replace(ROW, interval=(-0.1, 2.6))
     )
 
 
@@ -115,61 +114,28 @@ def test_words_of_comparison_need_a_small_p_value() -> None:
     assert verdicts == set(Verdict)
 
 
-@pytest.mark.parametrize(
-    ("collapsed", "of_base", "sentence"),
-    [
-        (1, 0, " 1 of 5 runs of I-STAR has collapsed to constant predictions and counts."),
-        (5, 0, " 5 of 5 runs of I-STAR have collapsed to constant predictions and count."),
-        (
-            2,
-            1,
-            " 2 of 5 runs of I-STAR have collapsed to constant predictions and count. 1 of 5 runs of Base has "
-            "collapsed to constant predictions and counts.",
-        ),
-    ],
-)
-def test_collapsed_runs_are_counted(collapsed: int, of_base: int, sentence: str) -> None:
+def test_collapsed_runs_and_a_choice_on_the_reported_set_end_every_sentence() -> None:
     for row in (ROW, replace(ROW, p_value=0.3), replace(ROW, unmatched=1)):
-        row_with_collapses = replace(row, collapsed=collapsed, reference_collapsed=of_base)
-        assert conclusion(row_with_collapses) == conclusion(row) + sentence
-        assert verdict(row_with_collapses) is verdict(row)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"chosen_among": 9},
-         " The mean of I-STAR is biased upwards by the choice among 9 configurations on the reported set."),
-        ({"reference_chosen_among": 3},
-         " The mean of Base is biased upwards by the choice among 3 configurations on the reported set."),
-        ({"chosen_among": 3, "reference_chosen_among": 3},
-         " The mean of I-STAR is biased upwards by the choice among 3 configurations on the reported set. The mean of "
-         "Base is biased upwards by the choice among 3 configurations on the reported set."),
-        ({"chosen_among": 2, "lower_is_better": True},
-         " The mean of I-STAR is biased downwards by the choice among 2 configurations on the reported set."),
-        ({}, ""),
-    ],
-)  # fmt: skip
-def test_a_choice_on_the_reported_set_ends_every_sentence(changes, sentence: str) -> None:
-    for row in (ROW, replace(ROW, p_value=0.3), replace(ROW, unmatched=1), replace(ROW, collapsed=2)):
-        row_without_choice = replace(row, lower_is_better=changes.get("lower_is_better", False))
-        assert conclusion(replace(row, **changes)) == conclusion(row_without_choice) + sentence
-        assert verdict(replace(row, **changes)) is verdict(row_without_choice)
+        collapsed = replace(row, collapsed=2, reference_collapsed=1)
+        assert conclusion(collapsed) == (
+            f"{conclusion(row)} 2 of 5 runs of I-STAR have collapsed to constant predictions and count. 1 of 5 runs of "
+            "Base has collapsed to constant predictions and counts."
+        )
+        chosen = replace(row, chosen_among=9, reference_chosen_among=3)
+        assert conclusion(chosen) == (
+            f"{conclusion(row)} The mean of I-STAR is biased upwards by the choice among 9 configurations on the "
+            "reported set. The mean of Base is biased upwards by the choice among 3 configurations on the reported set."
+        )
+        assert verdict(collapsed) is verdict(chosen) is verdict(row)
+        is_loss = replace(row, chosen_among=2, lower_is_better=True)
+        assert "I-STAR is biased downwards by the choice among 2" in conclusion(is_loss)
 
 
 def test_the_summary() -> None:
-    rows = [
-        ROW,
-        replace(ROW, p_value=0.5, collapsed=2),
-        replace(ROW, p_value=0.9),
-        replace(ROW, pairs=1, collapsed=1),
-    ]
+    rows = [ROW, replace(ROW, p_value=0.5, collapsed=2), replace(ROW, p_value=0.9), replace(ROW, pairs=1, collapsed=1)]
     assert summary(rows) == (
         "Of 4 comparisons, the method is better in 1, no difference was found in 2, nothing can be concluded in 1. "
         "Collapsed runs of methods: 3."
-    )
-    assert summary([replace(ROW, p_value=0.5, collapsed=1)]) == (
-        "Of 1 comparison, no difference was found in 1. Collapsed runs of methods: 1."
     )
     assert "worse" in summary([replace(ROW, difference=-1.0, interval=(-2.0, -0.1))])
     assert not COMPARATIVES.search(summary(rows[1:]))
@@ -194,18 +160,11 @@ def test_a_table_from_scores_to_sentences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"p_value": 1.2}, "I-STAR on rte: 1.2 is no p-value"),
-        ({"p_value": math.nan}, "nan is no p-value; expected a number in [0, 1], or None without a test"),
-        ({"difference": math.nan}, "a number is NaN or infinite; expected None where there is none"),
-        ({"interval": (2.0, 3.0)}, "the interval (2.0, 3.0) does not contain the difference 1.25"),
-    ],
+    "changes", [{"p_value": 1.2}, {"p_value": math.nan}, {"difference": math.nan}, {"interval": (2.0, 3.0)}]
 )
-def test_numbers_out_of_range(changes, message: str) -> None:
-    with pytest.raises(UserError) as error:
+def test_numbers_out_of_range(changes) -> None:
+    with pytest.raises(UserError, match="I-STAR on rte: "):
         replace(ROW, **changes)
-    assert message in str(error.value)
 
 
 def test_alpha_out_of_range() -> None:

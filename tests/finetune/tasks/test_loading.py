@@ -50,24 +50,27 @@ def get_load_error(task: str, folder: Path | None, *splits: str) -> str:
 # ---- GLUE as the benchmark ships it
 
 
-def test_cola_has_no_header_but_for_test(tmp_path: Path) -> None:
-    write_lines(tmp_path / "train.tsv", "gj04|1||Our friends won't buy this.", "gj04|0|*|They drank the pub.")
-    write_lines(tmp_path / "dev.tsv", "gj04|1||The sailors rode the breeze clear of the rocks.")
-    write_lines(tmp_path / "test.tsv", "index|sentence", "0|Bill whistled past the house.")
-    train, validation, test = load_columns("cola", tmp_path, "train", "validation", "test")
-    assert train == {"sentence": ["Our friends won't buy this.", "They drank the pub."], "label": [1, 0]}
-    assert validation["label"] == [1]
-    assert test == {"sentence": ["Bill whistled past the house."]}
-
-
-def test_sst2(tmp_path: Path) -> None:
-    write_lines(tmp_path / "train.tsv", "sentence|label", "hide new secretions from the parental units |0")
-    write_lines(tmp_path / "dev.tsv", "sentence|label", "it 's a charming journey . |1")
-    write_lines(tmp_path / "test.tsv", "index|sentence", "0|uneasy mishmash of styles .", "1|by far the best .")
-    train, validation, test = load_columns("sst2", tmp_path, "train", "validation", "test")
-    assert train == {"sentence": ["hide new secretions from the parental units "], "label": [0]}
-    assert validation["label"] == [1]
-    assert test == {"sentence": ["uneasy mishmash of styles .", "by far the best ."]}
+@pytest.mark.parametrize(
+    ("task", "headers", "rows", "columns", "labels"),
+    [
+        ("cola", ("", "", "index|sentence"),
+         ("gj04|0|*|They drank the pub.", "gj04|1||The sailors rode.", "0|Bill whistled."),
+         {"sentence": ("They drank the pub.", "The sailors rode.", "Bill whistled.")}, (0, 1)),
+        ("sst2", ("sentence|label", "sentence|label", "index|sentence"),
+         ("hide new secretions |0", "it 's a charming journey . |1", "0|uneasy mishmash ."),
+         {"sentence": ("hide new secretions ", "it 's a charming journey . ", "uneasy mishmash .")}, (0, 1)),
+        ("qqp", (*("id|qid1|qid2|question1|question2|is_duplicate",) * 2, "id|question1|question2"),
+         ("133273|213221|213222|How is life?|How is life now?|1", "201359|303345|303346|Why?|What?|0", "0|A?|B?"),
+         {"question1": ("How is life?", "Why?", "A?"), "question2": ("How is life now?", "What?", "B?")}, (1, 0)),
+    ],
+)  # fmt: skip
+def test_cola_sst2_qqp(tmp_path: Path, task: str, headers: Any, rows: Any, columns: Any, labels: Any) -> None:
+    for name, header, row in zip(("train.tsv", "dev.tsv", "test.tsv"), headers, rows, strict=True):
+        write_lines(tmp_path / name, *filter(None, (header, row)))
+    loaded = load_columns(task, tmp_path, "train", "validation", "test")
+    for index, split in enumerate(loaded):
+        label = {"label": [labels[index]]} if index < 2 else {}
+        assert split == {column: [texts[index]] for column, texts in columns.items()} | label
 
 
 def test_mrpc_has_a_mark_and_lone_quotes(tmp_path: Path) -> None:
@@ -89,17 +92,6 @@ def test_stsb_is_a_regression(tmp_path: Path) -> None:
     assert loaded["train"].features["label"] == Value("float64")
     assert loaded["train"]["label"][:] == [5.0, 0.8]
     assert loaded["test"].column_names == ["sentence1", "sentence2"]
-
-
-def test_qqp(tmp_path: Path) -> None:
-    header = "id|qid1|qid2|question1|question2|is_duplicate"
-    write_lines(tmp_path / "train.tsv", header, "133273|213221|213222|How is life?|How is life now?|1")
-    write_lines(tmp_path / "dev.tsv", header, "201359|303345|303346|Why?|What?|0")
-    write_lines(tmp_path / "test.tsv", "id|question1|question2", "0|Would you?|Will you?")
-    train, validation, test = load_columns("qqp", tmp_path, "train", "validation", "test")
-    assert train == {"question1": ["How is life?"], "question2": ["How is life now?"], "label": [1]}
-    assert validation["label"] == [0]
-    assert test == {"question1": ["Would you?"], "question2": ["Will you?"]}
 
 
 def test_mnli_has_two_sets_and_two_widths(tmp_path: Path) -> None:
@@ -157,11 +149,7 @@ def test_whatever_looks_like_something_else_stays_text(tmp_path: Path, end: str)
 def test_columns_are_exact_and_typed(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.tsv", "index|sentence1|sentence2|label", "0|a|b|entailment")
     train = load_splits(TASKS["rte"], tmp_path, ["train"])["train"]
-    assert train.features == {
-        "sentence1": Value("string"),
-        "sentence2": Value("string"),
-        "label": Value("int64"),
-    }
+    assert train.features == {"sentence1": Value("string"), "sentence2": Value("string"), "label": Value("int64")}
     assert train.split == "train"
 
 
@@ -197,14 +185,11 @@ def test_no_row_of_a_test_set_is_left_out(tmp_path: Path) -> None:
     assert f"{path}: 1 of 501 rows do not have 3 fields" in get_load_error("qqp", tmp_path, "test")
 
 
-def test_missing_column(tmp_path: Path) -> None:
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "train.tsv", "Quality|#1 ID|#2 ID|#1 String", "1|1|2|a")
     message = get_load_error("mrpc", tmp_path, "train")
     assert message.startswith(f"{path}: column '#2 String'")
     assert "found: 'Quality', '#1 ID', '#2 ID', '#1 String'" in message
-
-
-def test_training_data_need_labels(tmp_path: Path) -> None:
     write_lines(tmp_path / "dev.tsv", "index|sentence", "0|a")
     assert "column 'label'" in get_load_error("sst2", tmp_path, "validation")
 
@@ -323,24 +308,9 @@ def test_trees_of_every_split(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "tree",
-    [
-        "(3 (2 a) (2 b)",
-        "(3 (2 a)) (2 b))",
-        "(2 a))",
-        "(2 a) x",
-        "3 a",
-        "(3 )",
-        "(a)",
-        "((2 a))",
-        "()",
-        ")",
-        "(",
-        "(3 a b)",
-        "(3 a (2 b))",
-        "(2 (3 a) b)",
-        " ",
-    ],
-)
+    ["(3 (2 a) (2 b)", "(3 (2 a)) (2 b))", "(2 a))", "(2 a) x", "3 a", "(3 )", "(a)", "((2 a))", "()", ")", "(",
+     "(3 a b)", "(3 a (2 b))", "(2 (3 a) b)", " "],
+)  # fmt: skip
 def test_malformed_tree(tmp_path: Path, tree: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         formats.parse_tree(tree)
@@ -406,9 +376,6 @@ def test_squad_under_another_name_says_which_name_is_expected(tmp_path: Path, in
     message = get_load_error("squad", tmp_path, "train")
     assert "train.json" in message
     assert "expected as train-v1.1.json and dev-v1.1.json" in message
-
-
-def test_squad_that_is_not_json(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "dev-v1.1.json", '{"data": [')
     assert get_load_error("squad", tmp_path, "validation").startswith(f"{path}: not JSON: ")
 
@@ -441,13 +408,8 @@ def write_parquet(path: Path, columns: dict[str, list[Any]]) -> None:
 
 
 Write = Callable[[Path, dict[str, list[Any]]], None]
-TABLES = [
-    ("csv", write_csv),
-    ("jsonl", write_jsonl),
-    ("json", write_jsonl),
-    ("json", write_array),
-    ("parquet", write_parquet),
-]
+TABLES = [("csv", write_csv), ("jsonl", write_jsonl), ("json", write_jsonl), ("json", write_array),
+          ("parquet", write_parquet)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("suffix", "write"), TABLES)
@@ -479,18 +441,6 @@ def test_span_tables(tmp_path: Path, suffix: str, write: Write) -> None:
     assert load_columns("squad", tmp_path, "train") == [columns]
 
 
-def test_formats_may_differ_between_splits(tmp_path: Path) -> None:
-    write_csv(tmp_path / "train.csv", {"sentence": ["a"], "label": [0]})
-    write_parquet(tmp_path / "validation.parquet", {"sentence": ["b"], "label": [1]})
-    train, validation = load_columns("sst2", tmp_path, "train", "validation")
-    assert (train["label"], validation["label"]) == ([0], [1])
-
-
-def test_long_fields_of_csv_are_read(tmp_path: Path) -> None:
-    write_csv(tmp_path / "train.csv", {"sentence": ["a" * 200_000, "b"], "label": [0, 1]})
-    assert [len(text) for text in load_columns("sst2", tmp_path, "train")[0]["sentence"]] == [200_000, 1]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "expected_message"),
     [
@@ -498,16 +448,8 @@ def test_long_fields_of_csv_are_read(tmp_path: Path) -> None:
         ("train.csv", 'sentence,label\n"a\nb",1\n"c",3\n', ", line 4: label '3'"),
         ("train.csv", 'sentence,label\na,1\n"never closed,1\n', ", line 3: not CSV: "),
         ("train.csv", "text,label\na,1\n", ": column 'sentence'"),
-        (
-            "train.csv",
-            "sentence,label,sentence\na,1,b\n",
-            ": column 'sentence' occurs at positions 1, 3; rename or remove all but one",
-        ),
-        (
-            "train.jsonl",
-            '{"sentence": "a", "label": 1}\n{"label": 0}\n',
-            ", line 2: key 'sentence' is missing",
-        ),
+        ("train.csv", "sentence,label,sentence\na,1,b\n", ": column 'sentence' occurs at positions 1, 3; rename"),
+        ("train.jsonl", '{"sentence": "a", "label": 1}\n{"label": 0}\n', ", line 2: key 'sentence' is missing"),
         ("train.jsonl", '{"sentence": "a", "label": 1}\n\n{"sentence"\n', ", line 3: not JSON: "),
         ("train.jsonl", '{"sentence": null, "label": 1}\n', ", line 1: sentence is not a text but None"),
         ("train.jsonl", '{"sentence": "a", "label": null}\n', ", line 1: label None"),
@@ -522,9 +464,12 @@ def test_tables_that_do_not_fit(tmp_path: Path, name: str, content: str, expecte
     assert get_load_error("sst2", tmp_path, "train").startswith(f"{tmp_path / name}{expected_message}")
 
 
-def test_repeated_columns_that_are_not_needed(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("more,sentence,label,more\n0,a,1,0\n")
-    assert load_columns("sst2", tmp_path, "train") == [{"sentence": ["a"], "label": [1]}]
+def test_csv_with_long_fields_and_repeated_columns_that_are_not_needed(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text(f"more,sentence,label,more\n0,{'a' * 200_000},1,0\n")
+    write_parquet(tmp_path / "validation.parquet", {"sentence": ["b"], "label": [0]})
+    train, validation = load_columns("sst2", tmp_path, "train", "validation")
+    assert train == {"sentence": ["a" * 200_000], "label": [1]}
+    assert validation == {"sentence": ["b"], "label": [0]}
 
 
 def make_parquet_columns(**extra: Any) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 import json
-import string
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from istar.errors import UserError
@@ -15,27 +14,7 @@ from istar.finetune.tasks.squad import (
     make_training_features,
     tokenize_windows,
 )
-
-
-def make_letter_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a WordPiece tokenizer like BERT's whose tokens are single characters."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    characters = string.ascii_lowercase + string.digits + string.punctuation + "é½"
-    vocabulary = {
-        token: index
-        for index, token in enumerate([*special, *characters, *(f"##{character}" for character in characters)])
-    }
-    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=False)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-        model_max_length=512,
-        **names,
-    )
+from tests.finetune.tasks.builders import make_tokenizer
 
 
 def make_byte_level_tokenizer() -> PreTrainedTokenizerFast:
@@ -52,7 +31,7 @@ def make_byte_level_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-TOKENIZERS = {"letters": make_letter_tokenizer(), "byte_level": make_byte_level_tokenizer()}
+TOKENIZERS = {"letters": make_tokenizer(), "byte_level": make_byte_level_tokenizer()}
 
 
 def make_examples(count: int, seed: int = 0):
@@ -127,7 +106,7 @@ def test_tokens_that_touch_an_answer_are_not_of_it(start, end):
 def test_white_space_around_an_answer():
     context = "one two three"
     answers = [{"text": [" two "], "answer_start": [3]}, {"text": ["three"], "answer_start": [8]}]
-    features = make_training_features(["q"] * 2, [context] * 2, answers, list("ab"), make_letter_tokenizer(), 64)
+    features = make_training_features(["q"] * 2, [context] * 2, answers, list("ab"), make_tokenizer(), 64)
     assert features["start_positions"] == [6, 9]
     assert features["end_positions"] == [8, 13]
 
@@ -136,7 +115,7 @@ def test_white_space_around_an_answer():
 def test_a_misplaced_answer_names_its_question(text, start):
     answers = [{"text": [text], "answer_start": [start]}]
     with pytest.raises(UserError, match="question 57ab:"):
-        make_training_features(["q"], ["one two three"], answers, ["57ab"], make_letter_tokenizer(), 64)
+        make_training_features(["q"], ["one two three"], answers, ["57ab"], make_tokenizer(), 64)
 
 
 def test_white_space_around_a_question_takes_no_tokens():
@@ -150,7 +129,7 @@ def test_white_space_around_a_question_takes_no_tokens():
 
 @pytest.mark.parametrize("max_length", [8, 16, 64])
 def test_a_long_question_is_cut_to_half_of_a_feature(max_length):
-    features = tokenize_windows(["abc def " * 40], ["uvw " * 30], make_letter_tokenizer(), max_length)
+    features = tokenize_windows(["abc def " * 40], ["uvw " * 30], make_tokenizer(), max_length)
     limit = (max_length - 3) // 2
     for ids, offsets in zip(features["input_ids"], features["offset_mapping"], strict=True):
         question_length = int(np.flatnonzero(offsets[:, 0] >= 0)[0]) - 2
@@ -160,7 +139,7 @@ def test_a_long_question_is_cut_to_half_of_a_feature(max_length):
 
 
 def test_empty_texts_make_one_feature_without_an_answer():
-    features = tokenize_windows([""], [""], make_letter_tokenizer(), 16)
+    features = tokenize_windows([""], [""], make_tokenizer(), 16)
     assert len(features["input_ids"]) == 1
     num_tokens = len(features["input_ids"][0])
     assert best_answer("", [(np.ones(num_tokens), np.ones(num_tokens), features["offset_mapping"][0])]) == ""

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from scipy.stats import kurtosis
 from transformers import AutoModelForSequenceClassification
 
 from istar.finetune.config import AdamWConfig, DataConfig
@@ -17,6 +19,7 @@ from istar.hidden_states import HiddenStatePenalty, PenaltySettings
 from istar.models import tiny
 from istar.runs.tasks import TASKS
 from istar.texts import demo
+from tests.oracles import algorithm_1
 
 
 @dataclass
@@ -55,6 +58,48 @@ def setting() -> Setting:
     model = AutoModelForSequenceClassification.from_config(tiny.make_tiny_config(len(tokenizer))).train()
     evaluators = {"": Evaluator(spec, examples["validation"], features["validation"])}
     return Setting(model, Collator(tokenizer), features["train"], features["validation"], evaluators)
+
+
+@torch.no_grad()
+def compute_states_by_example(setting, module, rows):
+    """Yield the hidden states of each example, computed alone and without padding."""
+    model = copy.deepcopy(module.model).eval()
+    for row in rows:
+        batch = setting.collate([row])
+        inputs = {name: value for name, value in batch.items() if name not in ("feature_id", "labels")}
+        yield model(**inputs, output_hidden_states=True).hidden_states
+
+
+def stack_states_by_example(setting, module, rows):
+    """Yield the states `(L + 1, tokens, d)` of each example in float64."""
+    for states in compute_states_by_example(setting, module, rows):
+        yield torch.cat(states).double().numpy()
+
+
+def compute_measures_naively(points, names):
+    """Return measures of a layer's points `(n, d)` by name, from all cosines and the singular values."""
+    unit = points / np.linalg.norm(points, axis=1, keepdims=True)
+    n, norms = len(points), np.linalg.norm(points, axis=1)
+    singular = np.linalg.svd(points - points.mean(0), compute_uv=False)
+    shares = singular[singular > 0] / singular.sum()
+    measures = {
+        "isoscore": float(algorithm_1(torch.from_numpy(points))),
+        "inter_sim": ((unit @ unit.T).sum() - n) / (n * (n - 1)),
+        "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
+        "participation_ratio": (singular**2).sum() ** 2 / (singular**4).sum(),
+        "mean_kurtosis": kurtosis(points).mean(),
+        "average_norm": norms.mean(),
+        "norm_ratio": np.linalg.norm(points.mean(0)) / norms.mean(),
+    }
+    return {name: measures[name] for name in names}
+
+
+@pytest.fixture
+def start(own_cache):
+    from tests.jobs import starting  # which skips the tests where there is no /proc
+
+    with starting(own_cache) as start:
+        yield start
 
 
 class Losses(L.Callback):

@@ -19,22 +19,13 @@ from istar.hidden_states.attached_penalty import NUM_POINTS
 from istar.measures import isoscore
 from istar.regularizers import IStar, Points
 from tests.finetune.execute.faults import warnings_in
+from tests.finetune.training.conftest import compute_states_by_example
 from tests.oracles import algorithm_1
 
 
 def make_shrinkage_callback(setting, module, num_points=2_000, batch_size=16, seed=3):
     module.penalty.settings = replace(module.penalty.settings, num_points=num_points)
     return ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, batch_size, seed)
-
-
-@torch.no_grad()
-def compute_states_by_example(setting, module, rows):
-    """Yield the hidden states of each example, computed alone and without padding."""
-    model = module.model.eval()
-    for row in rows:
-        batch = setting.collate([row])
-        inputs = {name: value for name, value in batch.items() if name not in ("feature_id", "labels")}
-        yield model(**inputs, output_hidden_states=True).hidden_states
 
 
 @pytest.mark.parametrize("layers", ["all", "last", [0, 2]])
@@ -64,14 +55,14 @@ def test_the_sample_holds_the_points_asked_for_and_no_example_more(setting):
         assert len(set(sample)) == len(sample)
 
 
-def test_the_sample_is_seeded_and_new_in_every_epoch(setting):
-    module = setting.module(IStar(-1.0, 0.4))
-    samples = [
-        sorted(make_shrinkage_callback(setting, module, seed=seed).sample_examples(epoch))
-        for seed in (1, 2)
-        for epoch in (0, 1)
-    ]
-    assert samples[0] == sorted(make_shrinkage_callback(setting, module, seed=1).sample_examples(0))
+def test_the_sample_is_a_function_of_seed_epoch_and_step(setting):
+    module, places = setting.module(IStar(-1.0, 0.4)), [(0, 0), (1, 0), (0, 4), (1, 4), (1, 5)]
+
+    def draw(seed, epoch, step):
+        return sorted(make_shrinkage_callback(setting, module, seed=seed).sample_examples(epoch, step))
+
+    samples = [draw(seed, *place) for seed in (1, 2**32 - 1) for place in places]
+    assert samples[:5] == [draw(1, *place) for place in places]
     assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
 
 
@@ -128,13 +119,6 @@ def test_it_is_refreshed_every_n_steps_besides_and_once_for_each(setting, harnes
     ]
     assert refresh_steps == [2, 3, 4, 6, 8]
     assert len(callback.seconds) == 6
-
-
-def test_the_sample_of_a_step_is_another_one_and_a_function_of_seed_epoch_and_step(setting):
-    callback = make_shrinkage_callback(setting, setting.module(IStar(-1.0, 0.4)), seed=2**32 - 1)
-    samples = [sorted(callback.sample_examples(epoch, step)) for epoch in (0, 1) for step in (0, 4, 5)]
-    assert all(a != b for i, a in enumerate(samples) for b in samples[i + 1 :])
-    assert sorted(callback.sample_examples(1, 4)) == samples[4]
 
 
 def test_sigma_s_of_a_part_of_the_tokens_takes_batches_until_it_has_the_points(setting, harness):
@@ -225,7 +209,12 @@ def test_a_model_that_has_diverged_is_one_line(setting, harness):
         ("perplexity_held_out", [9.0, 8.0, 7.0, 8.0], 3),
     ],
 )
-def test_history_takes_the_first_of_the_best_epochs(setting, metric, values, best):
+def test_history_and_early_stopping_follow_the_direction_of_the_metric(setting, metric, values, best, tmp_path):
+    """The best of equal epochs is the first."""
+    stopping = build_trainer(TrainerConfig(early_stopping=2, accelerator="cpu"), metric, tmp_path, [], None)
+    mode = "max" if metric == "accuracy" else "min"
+    assert (stopping.early_stopping_callback.monitor, stopping.early_stopping_callback.mode) == (f"val/{metric}", mode)
+
     class Trainer:
         callback_metrics: ClassVar = {}
         global_step = 0
@@ -244,13 +233,6 @@ def test_history_takes_the_first_of_the_best_epochs(setting, metric, values, bes
         assert history.best_epoch == expected
         assert history.best_evaluations[""].predictions == [{"id": expected - 1}]
         assert [entry["epoch"] for entry in history.epochs] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("metric", "mode"), [("accuracy", "max"), ("loss", "min"), ("perplexity_held_out", "min")])
-def test_early_stopping_follows_the_direction_of_the_metric(tmp_path, metric, mode):
-    settings = TrainerConfig(early_stopping=2, accelerator="cpu")
-    trainer = build_trainer(settings, metric, tmp_path, [], None)
-    assert (trainer.early_stopping_callback.monitor, trainer.early_stopping_callback.mode) == (f"val/{metric}", mode)
 
 
 @pytest.mark.parametrize(

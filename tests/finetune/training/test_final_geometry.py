@@ -1,6 +1,5 @@
 """geometry.json, compared with a loop over single examples, and the state that the measurement must not change."""
 
-import copy
 import json
 import math
 from collections.abc import Callable
@@ -18,16 +17,7 @@ from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import final_geometry as geometry_module
 from istar.finetune.training.final_geometry import EvaluationPasses, find_summary_positions, measure_validation_geometry
 from tests import oracles
-
-
-@torch.no_grad()
-def compute_states_by_example(setting, module, rows):
-    """Yield the states `(L + 1, tokens, d)` of each example, computed alone and without padding."""
-    model = copy.deepcopy(module.model).eval()
-    for row in rows:
-        batch = setting.collate([row])
-        inputs = {name: value for name, value in batch.items() if name not in ("feature_id", "labels")}
-        yield torch.cat(model(**inputs, output_hidden_states=True).hidden_states).double().numpy()
+from tests.finetune.training.conftest import stack_states_by_example
 
 
 def measure(setting, harness, module, batch_size=16, features=None, **settings):
@@ -48,7 +38,7 @@ def make_module_with_distinct_states(setting, scale=4.0):
 
 def test_it_is_what_a_loop_over_the_texts_finds(setting, harness):
     module = make_module_with_distinct_states(setting)
-    states = list(compute_states_by_example(setting, module, setting.validation))
+    states = list(stack_states_by_example(setting, module, setting.validation))
     geometry = measure(setting, harness, module, 7)
     assert list(geometry) == ["examples", "tokens", "mean_activation", "two_nn"]
     assert geometry["examples"] == 40

@@ -1,13 +1,10 @@
 """Language models on several processes: the parameters and the metrics of one process with the same global batches."""
 
-import gc
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from datasets import Dataset
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
@@ -30,7 +27,7 @@ from istar.regularizers import CosReg
 from istar.runs.tasks import TASKS
 from istar.texts import demo
 from tests.finetune.training.conftest import trainer
-from tests.forks import run_in_processes
+from tests.forks import compute_in_group
 
 TASK_NAMES = ("clm", "mlm")
 BATCH, STEPS = 8, 4
@@ -87,23 +84,14 @@ def train_and_validate(name: str, world_size: int, folder: Path, documents: list
     return {"start": start, "end": parameters_to_vector(module.parameters()).detach(), "metrics": module.metrics}
 
 
-def train_on_rank(rank: int, world_size: int, folder: str, documents: list[str]) -> None:
-    # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-    torch.set_num_threads(1)
-    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    results = {name: train_and_validate(name, world_size, Path(folder), documents) for name in TASK_NAMES}
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    os._exit(0)
+def train_on_rank(rank: int, folder: Path, documents: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: train_and_validate(name, 2, folder, documents) for name in TASK_NAMES}
 
 
 @pytest.fixture(scope="module")
 def rank_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("gloo")
-    run_in_processes(train_on_rank, (2, str(folder), read_documents()), 2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return compute_in_group(train_on_rank, (folder, read_documents()), 2, folder)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import copy
 import csv
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,8 @@ from istar.models import tiny
 from istar.runs.record import read_result
 from istar.runs.tasks import TASKS
 from istar.texts import demo
-from tests.jobs import Start, starting
+from tests.finetune.training.conftest import compute_measures_naively
+from tests.jobs import Start
 
 Build = Callable[..., Config]
 
@@ -70,20 +71,8 @@ def test_every_figure_and_no_other_training(small: Build, tmp_path: Path) -> Non
             layer_parts.append(state[0].double().numpy())
     inter_sims = []
     for layer, parts in enumerate(layers):
-        points = np.concatenate(parts)
-        unit = points / np.linalg.norm(points, axis=1, keepdims=True)
-        cosines, n = unit @ unit.T, len(points)
-        eigenvalues = np.linalg.eigvalsh(np.cov(points.T))
-        singular = np.sqrt(eigenvalues.clip(min=0))
-        shares = singular[singular > 0] / singular.sum()
-        norms = np.linalg.norm(points, axis=1)
-        expected = {
-            "inter_sim": (cosines.sum() - n) / (n * (n - 1)),
-            "average_norm": norms.mean(),
-            "norm_ratio": np.linalg.norm(points.mean(0)) / norms.mean(),
-            "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
-            "participation_ratio": eigenvalues.sum() ** 2 / (eigenvalues**2).sum(),
-        }
+        names = ("inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio")
+        expected = compute_measures_naively(np.concatenate(parts), names)
         inter_sims.append(expected["inter_sim"])
         for name, value in expected.items():
             logged = read_column(folder, f"isotropy/layer_{layer}/{name}")
@@ -200,12 +189,6 @@ def test_a_transition_is_to_last(course: list[float], patience: int, expected_st
 def test_refusals(small: Build, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         small(override)
-
-
-@pytest.fixture
-def start(own_cache: Path) -> Iterator[Start]:
-    with starting(own_cache) as start:
-        yield start
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Which optimizer trains which parameters, and Coupled Adam against the formulas of the paper."""
 
 import math
-import os
 from copy import deepcopy
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,11 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
@@ -27,7 +22,7 @@ from istar.finetune.training.coupled_adam import CoupledAdam
 from istar.finetune.training.optimizers import make_optimizer
 from istar.hidden_states.sharding import is_sharded_tensor
 from istar.regularizers import CosReg
-from tests.forks import run_in_processes
+from tests.forks import compute_in_group
 
 SIZES = {"vocab_size": 21, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 CONFIGS = {
@@ -253,24 +248,16 @@ def train_four_steps(model, config) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(weights).detach()
 
 
-def run_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def train_on_rank(rank: int) -> dict[str, torch.Tensor]:
     mesh = dist.init_device_mesh("cpu", (2,))
-    results = {
+    return {
         name: train_four_steps(fully_shard(make_llama(), mesh=mesh), config) for name, config in SHARDED_CONFIGS.items()
     }
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.barrier()
-    # Skip the shutdown of the interpreter, in which the process group may abort.
-    os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def sharded_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
-    folder = tmp_path_factory.mktemp("gloo")
-    run_in_processes(run_worker, (str(folder),), 2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return compute_in_group(train_on_rank, (), 2, tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.mark.parametrize("name", SHARDED_CONFIGS)

@@ -1,14 +1,13 @@
 """The probe's measures, compared with measures of hidden states, and the error for a finished run without them."""
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kurtosis
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import NonFiniteError, UserError
@@ -19,8 +18,8 @@ from istar.finetune.tasks.loading import load_splits, sample_examples
 from istar.finetune.training import FineTuner
 from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.runs.tasks import TASKS
-from tests.jobs import Start, starting
-from tests.oracles import algorithm_1
+from tests.finetune.training.conftest import compute_measures_naively
+from tests.jobs import Start
 
 Build = Callable[..., Config]
 LAYERS = range(3)
@@ -70,17 +69,8 @@ def test_every_measure_of_every_layer(small: Build) -> None:
     for row in rows:
         states = compute_hidden_states(folder / "models" / f"step-{row['step']}", make_probe(range(16), 7).sample)
         for layer, points in enumerate(states):
-            unit = points / np.linalg.norm(points, axis=1, keepdims=True)
-            cosines, n = unit @ unit.T, len(points)
-            singular = np.linalg.svd(points - points.mean(0), compute_uv=False)
-            shares = singular / singular.sum()
-            expected = {
-                "isoscore": float(algorithm_1(torch.from_numpy(points))),
-                "inter_sim": (cosines.sum() - n) / (n * (n - 1)),
-                "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
-                "mean_kurtosis": kurtosis(points).mean(),
-                "average_norm": np.linalg.norm(points, axis=1).mean(),
-            }
+            names = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
+            expected = compute_measures_naively(points, names)
             for name, value in expected.items():
                 # The run is float32; rounding errors have directions without variance, to which the rank is sensitive.
                 rel = 1e-3 if name == "effective_rank" else 1e-4
@@ -120,27 +110,16 @@ def test_refusals(small: Build, override: str) -> None:
         small(override)
 
 
-@pytest.fixture
-def start(own_cache: Path) -> Iterator[Start]:
-    with starting(own_cache) as start:
-        yield start
-
-
 @pytest.mark.slow
 def test_two_processes_measure_once_what_one_measures(tmp_path: Path, start: Start) -> None:
     arguments = ("reg=none", "trainer.measure_every_n_steps=2", "trainer.keep_models=log", "task.limit_train=24",
                  "task.limit_validation=9", "trainer.max_epochs=1", "trainer.accelerator=cpu",
                  "trainer.progress_bar=false")  # fmt: skip
-    jobs = [
-        start(
-            tmp_path / name,
-            *arguments,
-            f"trainer.devices={devices}",
-            f"trainer.strategy={strategy}",
-            f"data.batch_size={batch_size}",
-        )
-        for name, devices, strategy, batch_size in (("one", 1, "auto", 8), ("two", 2, "ddp", 4))
-    ]
+    settings = (
+        ("one", "trainer.devices=1", "data.batch_size=8"),
+        ("two", "trainer.devices=2", "trainer.strategy=ddp", "data.batch_size=4"),
+    )
+    jobs = [start(tmp_path / name, *arguments, *options) for name, *options in settings]
     single_folder, ddp_folder = (next((job.folder / "runs").glob("demo-*")) for job in jobs if job.wait().well())
     single_rows, ddp_rows = read_geometry_rows(single_folder), read_geometry_rows(ddp_folder)
     assert [row["step"] for row in single_rows] == [row["step"] for row in ddp_rows] == ["0", "2", "3"]

@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import gc
-import os
 from dataclasses import asdict
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -29,7 +27,7 @@ from istar.regularizers import CosReg, IStar
 from istar.runs.tasks import TASKS
 from tests.finetune.training.conftest import trainer
 from tests.finetune.training.test_tokens_per_second import Clock, Rates
-from tests.forks import run_in_processes
+from tests.forks import compute_in_group
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
 STEPS, EPOCHS, BATCH, WIDTH, EXAMPLES = 4, 2, 8, 64, 41
@@ -253,17 +251,9 @@ def with_sizes(names, most):
     )
 
 
-def run_rank(rank, world_size, folder, examples):
-    # With LOCAL_RANK set, Lightning does not start processes and joins the existing process group.
-    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-    torch.set_num_threads(1)
-    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
+def compute_on_rank(rank, world_size, examples):
     EXAMPLES_BY_TASK.update(examples)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    torch.save(compute_results(world_size), f"{folder}/{rank}.pt")
-    dist.barrier()
-    # Skip the interpreter's shutdown, in which the remains of a process group may abort.
-    os._exit(0)
+    return compute_results(world_size)
 
 
 @pytest.fixture(scope="module")
@@ -272,10 +262,10 @@ def results(tmp_path_factory):
 
     @functools.cache
     def run_ranks(world_size):
-        folder = tmp_path_factory.mktemp("gloo")
         examples = {name: get_examples(name) for name in VALIDATION_TASKS}
-        run_in_processes(run_rank, (world_size, str(folder), examples), world_size)
-        return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+        return compute_in_group(
+            compute_on_rank, (world_size, examples), world_size, tmp_path_factory.mktemp(f"gloo{world_size}")
+        )
 
     return run_ranks
 

@@ -108,8 +108,7 @@ def test_on_a_terminal_each_phase_is_a_line_of_80_columns(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(20, "0:20"), (125, "2:05"), (3_600 + 125, "1:02:05"), (86_400 + 7_200, "1 day, 2:00:00")],
+    ("seconds", "expected"), [(20, "0:20"), (125, "2:05"), (3_600 + 125, "1:02:05"), (86_400 + 7_200, "1 day, 2:00:00")]
 )
 def test_a_resumed_training_continues_at_its_epoch_with_the_time_left(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, seconds: int, expected: str

@@ -1,8 +1,6 @@
 """Training of a model that FSDP2 shards over gloo processes equals that of one process (float64, SGD)."""
 
 import functools
-import gc
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,7 @@ from transformers import (
 import istar
 from istar.errors import UserError
 from istar.finetune.training.sharded_training import gather_weights, scatter_weights, shard
-from tests.forks import run_in_processes
+from tests.forks import compute_in_group
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 STEPS, BATCH, TOKENS, VOCABULARY = 3, 8, 7, 50
@@ -113,16 +111,8 @@ def broadcast(values: list[Any]) -> list[Any]:
     return values
 
 
-def run_rank(rank: int, world_size: int, folder: str, cases: list[str]) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    results = {case: train(case, rank, world_size) for case in cases}
-    if rank == 0:
-        torch.save(results, f"{folder}/results.pt")
-    dist.barrier()
-    # Skip the interpreter's shutdown, in which the remains of a process group may abort.
-    os._exit(0)
+def train_on_rank(rank: int, world_size: int, cases: tuple[str, ...]) -> dict[str, dict[str, torch.Tensor]]:
+    return {case: train(case, rank, world_size) for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +121,8 @@ def train_sharded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, tu
 
     @functools.cache
     def call(world_size: int, cases: tuple[str, ...]) -> Any:
-        folder = tmp_path_factory.mktemp("gloo")
-        run_in_processes(run_rank, (world_size, str(folder), list(cases)), world_size)
-        return torch.load(folder / "results.pt")
+        arguments = (world_size, cases)
+        return compute_in_group(train_on_rank, arguments, world_size, tmp_path_factory.mktemp("gloo"))[0]
 
     return call
 

@@ -12,7 +12,8 @@ from istar.errors import UserError
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training.final_geometry import EvaluationPasses, compute_isoscore_star_by_layer
-from tests.finetune.training.test_final_geometry import compute_states_by_example, find_run_folder
+from tests.finetune.training.conftest import stack_states_by_example
+from tests.finetune.training.test_final_geometry import find_run_folder
 from tests.oracles import algorithm_1
 
 
@@ -24,7 +25,7 @@ def measure(setting, harness, module, batch_size=16, zeta=0.2, seed=3, num_point
 
 def compute_points_by_layer(setting, module, rows) -> dict[str, np.ndarray]:
     """Return the states of all tokens by layer, and of layers 1 to L together under `union`, in float64."""
-    layers = np.concatenate(list(compute_states_by_example(setting, module, rows)), axis=1)
+    layers = np.concatenate(list(stack_states_by_example(setting, module, rows)), axis=1)
     return {**{str(index): layer for index, layer in enumerate(layers)}, "union": np.concatenate(layers[1:])}
 
 
@@ -76,17 +77,6 @@ def test_sigma_has_the_points_of_a_random_sample(setting, harness):
     assert measure(setting, harness, module, num_points=2_000) == sampled
     assert measure(setting, harness, module, num_points=2_000, seed=4)["union"] != sampled["union"]
     assert measure(setting, harness, module)["num_points"] == 2 * sum(setting.train["length"])
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_it_leaves_model_modes_and_random_numbers_alone(setting, harness, training):
-    module = setting.module().train(training)
-    random_states = torch.get_rng_state(), np.random.get_state()[1].copy()
-    measure(setting, harness, module, num_points=500)
-    assert torch.equal(torch.get_rng_state(), random_states[0])
-    assert (np.random.get_state()[1] == random_states[1]).all()
-    assert module.training == module.model.training == training
-    assert not torch.is_inference_mode_enabled()
 
 
 def read_geometry(config: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`istar embed` on tiny saved models: its page, its files and its errors, checked against computations in numpy."""
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -17,82 +16,29 @@ from istar.cli.main import main
 from istar.embeddings import embed_models, token_frequencies
 from istar.embeddings.embed_models import process_matrix
 from istar.errors import UserError
-from istar.models import tiny
 from istar.models.embedding_matrix import read_matrix
 from istar.models.model_source import ModelSource
 from istar.models.saved_checkpoints import ModelArgument
 from istar.texts import tokenizing
 from istar.texts.corpus import Source
+from tests.embeddings.builders import (
+    INPUT,
+    PAIRS,
+    ROWS,
+    TEXT,
+    TOKENIZER,
+    UNUSED,
+    WIDTH,
+    build,
+    compute_forms,
+    compute_isotropy,
+    get_embeddings,
+    read_rows,
+    save_model,
+    write_files,
+)  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("blank_figures")
-UNUSED = [f"[unused{number}]" for number in range(5)]
-TOKENIZER = tiny.make_tokenizer([*UNUSED, *["the", "cat", "dog", "house", "garden", "sees"]])
-ROWS, WIDTH = len(TOKENIZER) + 3, 24
-SHAPE: dict[str, Any] = {
-    "vocab_size": ROWS, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48
-}  # fmt: skip
-INPUT = {"bert": "bert.embeddings.word_embeddings.weight", "neox": "gpt_neox.embed_in.weight"}
-
-
-def build(kind: str) -> hf.PreTrainedModel:
-    torch.manual_seed(0)
-    if kind == "bert":  # tied
-        model: Any = hf.BertForMaskedLM(hf.BertConfig(**SHAPE))
-    else:  # untied
-        model = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SHAPE, bos_token_id=1, eos_token_id=1))
-    with torch.no_grad():  # a mean that is not zero, so that centering changes something
-        model.get_input_embeddings().weight.copy_(torch.randn(ROWS, WIDTH) + torch.linspace(-1, 1, WIDTH))
-    return model
-
-
-def save_model(folder: Path, kind: str = "bert", **settings: Any) -> Path:
-    build(kind).save_pretrained(folder, **settings)
-    TOKENIZER.save_pretrained(folder)
-    return folder
-
-
-def compute_isotropy(matrix: np.ndarray) -> float:
-    """Compute I(W) over both signs by its definition."""
-    _, vectors = np.linalg.eigh(matrix.T @ matrix)
-    z = np.exp(matrix @ np.concatenate([vectors, -vectors], 1)).sum(0)
-    return float(z.min() / z.max())
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-PAIRS = [("cat", "dog", 8), ("house", "garden", 7), ("cat", "garden", 1), ("house", "dog", 3), ("the", "sees", 2)]
-TEXT = "the cat the dog\n\nthe house sees the cat.\n"
-
-
-def write_files(folder: Path) -> list[str]:
-    """Write two benchmarks in different formats and a text; return the options that name them."""
-    (folder / "MEN.txt").write_text("".join(f"{a} {b} {5 * rating}\n" for a, b, rating in PAIRS) + "cat unheard 1\n")
-    (folder / "SimLex.txt").write_text("".join(f"{a}\t{b}\tN\t{10 - rating}\n" for a, b, rating in PAIRS[1:]))
-    (folder / "text.txt").write_text(TEXT)
-    return ["--wordsim", f"men={folder / 'MEN.txt'}", "--wordsim", str(folder / "SimLex.txt")]
-
-
-def get_embeddings(kind: str = "bert") -> np.ndarray:
-    model: Any = build(kind)
-    return np.asarray(model.get_input_embeddings().weight.detach().double().numpy())
-
-
-def compute_forms(matrix: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute the paper's forms of a matrix by their definitions; return them by name."""
-    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
-    centered = matrix - matrix.mean(0)
-    top = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, : math.ceil(WIDTH / 100)]
-    return {
-        "raw": matrix,
-        "centered": centered,
-        "scaled_centered": matrix - norms * (matrix / norms).mean(0),
-        "all_but_the_top": centered - centered @ top @ top.T,
-    }
-
-
 # ---- the page and its files
 
 
@@ -356,18 +302,3 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path: Path, capsys: p
     (tmp_path / "out").write_text("something")
     assert main(["embed", str(save_model(tmp_path / "model")), "--out", str(tmp_path / "out")]) == 2
     assert "is not a folder" in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_real_embeddings_and_benchmarks(tmp_path: Path, real_data: Path, minilm: Path) -> None:
-    """The raw MiniLM vectors agree with human ratings about as well as those of the models in the paper."""
-    files = sorted((real_data / "wordsim").iterdir())
-    arguments = [argument for file in files for argument in ("--wordsim", str(file))]
-    assert main(["embed", str(minilm), "--out", str(tmp_path), "--form", "all_but_the_top", *arguments]) == 0
-    rows = read_rows(tmp_path / "wordsim.csv")
-    assert len({row["benchmark"] for row in rows}) == len(files)
-    assert all(0.4 < float(row["cosine_pearson"]) < 0.9 for row in rows)
-    isotropy_by_form = {
-        row["form"]: float(row["partition_isotropy_both"]) for row in read_rows(tmp_path / "embeddings.csv")
-    }
-    assert isotropy_by_form["raw"] < isotropy_by_form["centered"] < isotropy_by_form["all_but_the_top"] < 1

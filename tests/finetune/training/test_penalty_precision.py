@@ -15,7 +15,7 @@ from istar.finetune.execute.identify import resolve_config
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training import ShrinkageCovariance, ValidationGeometry
 from istar.regularizers import CosReg, IStar
-from tests.oracles import algorithm_1
+from tests.oracles import algorithm_1, cosreg
 
 PRECISIONS = [
     ("cpu", "32-true"),
@@ -64,31 +64,22 @@ def select_real_tokens(states, mask):
 
 
 @pytest.mark.parametrize(("device", "precision"), PRECISIONS)
-def test_istar_is_the_score_of_the_states_in_full(setting, harness, device, precision):
-    penalty = IStar(-1.0, 0.4)
-    recorder = PenaltyRecorder(penalty)
-    module = setting.module(penalty)
-    callback = ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3)
-    train(setting, harness, module, device, precision, callback)
-    shrinkage_covariance = penalty.shrinkage_covariance
-    assert shrinkage_covariance.dtype == torch.float32
+@pytest.mark.parametrize("penalty", [IStar(-1.0, 0.4), CosReg(1.0)], ids=["istar", "cosreg"])
+def test_the_score_is_that_of_the_states_in_full(setting, harness, penalty, device, precision):
+    penalty = copy.deepcopy(penalty)
+    recorder, module, callbacks = PenaltyRecorder(penalty), setting.module(penalty), []
+    if penalty.needs_shrinkage_covariance:
+        callbacks = [ShrinkageCovariance(module.penalty, FeatureRows(setting.train), setting.collate, 16, seed=3)]
+    train(setting, harness, module, device, precision, *callbacks)
     assert len(recorder.passes) == STEPS
     for states, mask, terms in recorder.passes:
         assert terms.value.dtype == terms.score.dtype == torch.float32
-        expected = algorithm_1(select_real_tokens(states, mask), shrinkage_covariance.double().cpu(), 0.4)
-        assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize(("device", "precision"), PRECISIONS)
-def test_cosreg_is_the_average_cosine_of_the_states_in_full(setting, harness, device, precision):
-    penalty = CosReg(1.0)
-    recorder = PenaltyRecorder(penalty)
-    train(setting, harness, setting.module(penalty), device, precision)
-    assert len(recorder.passes) == STEPS
-    for states, mask, terms in recorder.passes:
-        points = torch.nn.functional.normalize(select_real_tokens(states, mask), dim=1)
-        cosines = points @ points.T
-        expected = (cosines.sum() - cosines.trace()) / len(points) ** 2
+        points = select_real_tokens(states, mask)
+        if penalty.needs_shrinkage_covariance:
+            assert penalty.shrinkage_covariance.dtype == torch.float32
+            expected = algorithm_1(points, penalty.shrinkage_covariance.double().cpu(), 0.4)
+        else:
+            expected = cosreg(points)
         assert_close(terms.score.double().cpu(), expected, rtol=1e-5, atol=1e-7)
 
 

@@ -136,17 +136,3 @@ def test_the_table_of_the_readme_lists_every_script():
     rows = ROW.findall((REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8"))
     assert rows == [(row[0],) * 3 for row in rows]
     assert sorted(row[0] for row in rows) == [path.name for path in SCRIPTS] == sorted(EXAMPLES)
-
-
-def test_the_guide_links_each_script():
-    guide = (REPOSITORY / "docs" / "your_own_training.md").read_text(encoding="utf-8")
-    links = re.findall(r"^Complete script: \[(\w+\.py)\]\(\.\./examples/(\w+\.py)\)\.$", guide, re.MULTILINE)
-    assert sorted(links) == [(path.name,) * 2 for path in SCRIPTS]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_is_short_and_marks_the_lines_of_istar(script):
-    lines = script.read_text(encoding="utf-8").splitlines()
-    assert len(lines) < 60
-    uses = re.compile(r"\b(?:istar|attached|penalty)[.=]\w|(?:Penalty|Isotropy)\w+\(|import istar|from istar")
-    assert [line for line in lines if uses.search(line) and "# istar" not in line] == []
