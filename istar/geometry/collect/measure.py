@@ -15,13 +15,12 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from istar.errors import NonFiniteError, UserError
+from istar.errors import NonFiniteError, UserError, shorten
 from istar.files.outputs import Output
 from istar.files.writing import replace_nested
 from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName, read_earlier
-from istar.geometry.collect.memory import describe_memory
 from istar.geometry.collect.stream import Stream
 from istar.hidden_states.offloading import find_input_device, hold_weights, read_parameter
 from istar.measures import MassiveActivationsSummary, layer_norm_summary
@@ -32,7 +31,7 @@ from istar.measures.spectrum import RowSpectrum, decompose_rows
 from istar.models.architectures import find_max_input_length
 from istar.models.embedding_matrix import Matrix, read_untied_output
 from istar.models.model_source import ModelSource
-from istar.models.pretrained import get_dtype, load_encoder, load_tokenizer
+from istar.models.pretrained import load_encoder, load_tokenizer
 from istar.texts.corpus import Source
 
 _MAX_DEFAULT_LENGTH = 512
@@ -102,14 +101,14 @@ def measure_model(
     An interrupted pass resumes from the state that it has saved in `out`; `measures_file.discard_state` deletes it once
     the result is on disk. With several processes, only rank 0 returns measures of the hidden states. A length of 0 in
     `settings` means the model's longest input, 512 at most, or 512 if the model takes inputs of any length. Statistics
-    are at least float32. A console shows a progress bar, the memory of a large pass, and which embeddings are not
+    are at least float32. A console shows a progress bar, and which embeddings are not
     finite: they have NaN for all measures. `command` is recorded in the measures.
 
     If the measurements in `out`, or one of the `earlier` ones, are of the same model (see `hash_model`), settings,
     dtype and texts, they are returned with the new names instead, and the console says so.
 
-    Raises a `UserError` if a text cannot be read, a setting does not fit the model or the machine, or hidden states are
-    not finite, and an `OtherModelError` if `out` contains the measures of another model.
+    Raises a `UserError` if a text cannot be read, a setting does not fit the model, memory runs out, or hidden states
+    are not finite, and an `OtherModelError` if `out` contains the measures of another model.
     """
     start = time.monotonic()
     names = ModelName(model.name, model.revision)
@@ -122,14 +121,8 @@ def measure_model(
                 console.print("measured before")
             return replace(other, model=other.model | names._asdict(), settings=all_settings, command=command)
     stream = _open_stream(model, texts, settings, out, text_hashes)
-    text_config, devices = model.encoder.config.get_text_config(), stream.taps.devices
-    line, size = describe_memory(
-        settings, text_config, get_dtype(model.dtype), devices, len(texts), stream.num_processes
-    )
-    if console is not None and (size > 1e9 or hasattr(model.encoder, "hf_device_map")):
-        console.print(line, highlight=False, soft_wrap=True)
     # All that does not need the pass, which may take hours, is measured before it, so that a failure shows early.
-    final_norm = _measure_final_norm(stream.taps.norm, text_config.hidden_size)
+    final_norm = _measure_final_norm(stream.taps.norm, model.encoder.config.get_text_config().hidden_size)
     embeddings = _measure_embeddings(model, console)
     summaries = _run_pass(stream, texts, model, console)
     by_source: dict[str, Any] = {
@@ -209,6 +202,11 @@ def _run_pass(
         if model.dtype != "float16":
             raise
         raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bf16") from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise UserError(
+            f"the pass does not fit into memory ({shorten(error)}); lower --batch-tokens, --groups or --sample, leave "
+            "out IntraSim with --no-intra, or give the weights less memory by --device-map auto and --max-memory"
+        ) from error
 
 
 def _count_rows(

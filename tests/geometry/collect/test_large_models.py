@@ -1,8 +1,7 @@
 """Models on several devices, in part offloaded to the disk, and the memory of a pass in addition to the weights."""
 
-import io
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from rich.console import Console
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.finetune.execute import extras
-from istar.geometry.collect import measure, memory, similarity
-from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect import measure, similarity
+from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.layer_outputs import BlockReader
+from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.token_batch import TokenBatch
 from istar.hidden_states.offloading import find_input_device
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder
@@ -201,87 +200,10 @@ def count_bytes(state: Any) -> int:
     return state.numel() * state.element_size() if isinstance(state, torch.Tensor) else 0
 
 
-@pytest.mark.parametrize("dim", [24, 96])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        MeasureSettings(8, groups=0, intra=False),
-        MeasureSettings(8, groups=0),
-        MeasureSettings(8, groups=3),
-        MeasureSettings(8, groups=3, measures="all"),
-    ],
-)
-def test_bytes_of_a_layer_are_those_of_its_accumulators(dim: int, settings: MeasureSettings) -> None:
-    config = hf.BertConfig(hidden_size=dim, num_attention_heads=2, vocab_size=50)
-    statistics = CorpusStatistics(config, settings, {"layer_1": torch.zeros(dim, dtype=torch.float64)})
-    documents = torch.arange(400) // 4
-    num_groups = max(settings.groups, 1)
-    tokens, positions = torch.randint(50, (400,)), torch.arange(400) % 4
-    batch = TokenBatch.of(tokens, positions, documents % num_groups)
-    statistics.layers["layer_1"].update(torch.randn(400, dim), batch)
-    sums, recent, types = memory.count_layer_bytes(settings, config, 1)
-    assert sums + types == pytest.approx(count_bytes(statistics.layers["layer_1"].state_dict()), rel=5e-3)
-    assert recent == 4 * num_groups * dim**2
+def test_a_pass_that_runs_out_of_memory_says_what_to_lower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out_of_memory(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-
-def test_large_layers_have_no_groups() -> None:
-    """Above `MAX_GROUP_BYTES`, there is a single scatter matrix, of which a CPU keeps the upper panels."""
-    config = hf.LlamaConfig(hidden_size=5_120, vocab_size=50_688)
-    sums, recent, types = memory.count_layer_bytes(MeasureSettings(512), config, 38)
-    assert sums / 1e9 == pytest.approx(0.110, abs=1e-3)
-    assert recent / 1e9 == pytest.approx(0.054, abs=1e-3)
-    on_gpu = memory.count_layer_bytes(MeasureSettings(512), config, 38, "cuda")
-    assert [number / 1e9 for number in on_gpu[:2]] == pytest.approx([0.213, 0.105], abs=1e-3)
-    assert types / 1e9 == pytest.approx(1.040, abs=1e-3)
-
-
-def describe(settings: MeasureSettings, **options: Any) -> tuple[str, int]:
-    config = hf.LlamaConfig(hidden_size=1_024, vocab_size=10_000)
-    devices = {f"layer_{number}": CPU for number in range(1, 11)}
-    return memory.describe_memory(settings, config, torch.float32, devices, **options)
-
-
-def test_memory_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "read_free_bytes", lambda device: 10**10)
-    settings = MeasureSettings(512, groups=0, sample=1_000, batch_tokens=2_048)
-    line, num_bytes = describe(settings)
-    packed = 128 * sum(range(128, 1_025, 128))  # panels of 128 rows, each with 128 columns less
-    matrices = 10 * (8 + 4) * packed + 4 * 8 * 1_024**2
-    # Batches are joined until their states take 2^28 bytes.
-    states, sample = 10 * 2_048 * 1_024 * 4 + 2**28, 10 * 1_000 * 1_024 * 4
-    assert num_bytes == pytest.approx(matrices + states + sample, rel=0.03)
-    assert line == (
-        f"memory in addition to the weights: {num_bytes / 1e9:.2f} GB on cpu of 10.00 free; "
-        "0.01 GB for each of 10 layers; IntraSim takes 0.41 GB more if all token types occur, and none with --no-intra"
-    )
-    assert "IntraSim" not in describe(replace(settings, intra=False))[0]
-    without_sample = describe(replace(settings, sample=0))[1]
-    assert num_bytes - without_sample == sample
-    assert describe(replace(settings, limit=1_024))[1] == num_bytes - 10 * 1_024 * 1_024 * 4
-    # Two sources have combined sums, and the sums of another process are merged.
-    sums = 10 * memory.count_layer_bytes(settings, hf.LlamaConfig(hidden_size=1_024, vocab_size=10_000), 10)[0]
-    assert describe(settings, num_sources=2)[1] == pytest.approx(num_bytes + sums + 40 * packed + sample)
-    assert describe(settings, num_processes=2)[1] == num_bytes + sums
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert describe(settings, num_processes=2)[1] == 2 * num_bytes + sums
-
-
-def test_a_pass_without_memory_is_refused(
-    folder: Path, plain: Measurements, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "read_free_bytes", lambda device: 10**6)
-    with pytest.raises(
-        UserError, match=r"takes 0\.01 GB on cpu of 0\.00 free in addition to the weights; lower --batch-tok"
-    ):
-        measure_folder(folder, "refused")
-    monkeypatch.setattr(memory, "read_free_bytes", lambda device: None)
-    output = io.StringIO()
-    measured = measure_folder(folder, "unknown", console=Console(file=output))
-    assert strip(measured) == strip(plain)
-    assert "memory" not in output.getvalue()  # a small pass on one device
-
-
-def test_free_memory_is_less_than_all() -> None:
-    free = memory.read_free_bytes(CPU)
-    assert free is None or 10**6 < free < 2**50
-    assert memory.read_free_bytes(torch.device("meta")) is None
+    monkeypatch.setattr(Layer, "update", run_out_of_memory)
+    with pytest.raises(UserError, match=r"does not fit into memory \(CUDA out of memory.*lower --batch-tokens"):
+        measure_folder(folder, "none")
