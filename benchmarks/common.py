@@ -27,7 +27,7 @@ from transformers import (
 
 from istar.finetune.config.penalties import PENALTIES
 from istar.finetune.config.reg_config import PenaltyConfig
-from istar.finetune.execute.precision import EMULATION_RATIO, measure_bfloat16_ratio
+from istar.finetune.execute.precision import has_bfloat16
 from istar.measures.numerics import keep_freed_memory
 from istar.regularizers import IStar, Penalty, select_layers
 
@@ -321,11 +321,9 @@ def comparison_table(title: str, columns: Sequence[str], rounds: int) -> Table:
 
 
 def note_emulated_bfloat16(device_type: str) -> None:
-    """Print a note if the device, `cpu` or `cuda`, only emulates bfloat16, with the measured slowdown."""
-    ratio = measure_bfloat16_ratio(device_type)
-    if ratio >= EMULATION_RATIO:
-        factor = f"a matrix product takes {ratio:.0f} times as long in bfloat16 as in float32"
-        print(f"Note: {factor}; this machine only emulates bfloat16.", flush=True)
+    """Print a note if the device, `cpu` or `cuda`, only emulates bfloat16."""
+    if not has_bfloat16(device_type == "cuda"):
+        print("Note: this machine has no instructions for bfloat16, and emulates it slowly.", flush=True)
 
 
 def make_console() -> Console:

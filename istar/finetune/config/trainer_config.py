@@ -35,7 +35,7 @@ class TrainerConfig:
     gradient_clip_val: float | None = 1.0
     """Maximum norm of the gradient; null disables clipping."""
     precision: str = "32-true"
-    """32-true, bf16-mixed, 16-mixed (CUDA only), or auto for the one that is fast on this machine."""
+    """32-true, bf16-mixed, 16-mixed (CUDA only), or auto: bf16-mixed if the hardware has instructions for it."""
     accelerator: str = field(default="auto", metadata=NEVER_MATTERS)
     """Hardware to train on: auto, cpu, gpu, or another accelerator of Lightning."""
     devices: Any = field(

@@ -52,7 +52,7 @@ def test_the_same_call_returns_the_finished_run(small: Build, monkeypatch: pytes
 
 
 def test_a_precision_chosen_here_is_the_same_run_as_one_named(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "measure_bfloat16_ratio", lambda device: 50.0)
+    monkeypatch.setattr(precision, "has_bfloat16", lambda uses_cuda: False)
     chosen, named = (identify(small(f"trainer.precision={precision}")) for precision in ("auto", "32-true"))
     assert chosen.config == named.config
     assert chosen.folder == named.folder
