@@ -7,22 +7,16 @@ import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache, reduce
-from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, flag_override
-from omegaconf.errors import OmegaConfBaseException
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.planned_runs import SweepRequest
@@ -55,8 +49,6 @@ class IstarSweeper(Sweeper):
                 hydra_context=hydra_context, task_function=task_function, config=job_config
             )
         self._launched = 0
-        # Configs by the options of config groups that compose them; None for a config with values of Hydra.
-        self._group_cache: dict[tuple[str, ...], _GroupConfig | None] = {}
 
     def sweep(self, arguments: list[str]) -> None:
         from istar.drawing.terminal import make_console
@@ -108,37 +100,18 @@ class IstarSweeper(Sweeper):
                         "processes without Hydra; use on_multirun_start and on_multirun_end"
                     )
 
-    def compose(self, overrides: Sequence[str]) -> Mapping[str, Any]:
-        """Compose the config of a run, equal to Hydra's but without its `hydra` node.
-
-        Hydra needs some 100 ms, nearly all of it to choose the options of the config groups. Runs of a sweep share most
-        options, so this part is cached; the values are then set in a copy. A config with values of Hydra, like
-        `${hydra:runtime.cwd}`, is composed by Hydra.
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """Compose the config of a run as Hydra does, without its `hydra` node, whose values are filled in.
 
         Raises:
             HydraException: if an override does not fit the config.
-        """
-        if any(map(_HYDRA_VALUE.search, overrides)):
-            return self._compose_with_hydra(overrides)
-        values = [override for override in map(_parse, overrides) if _sets_value(override)]
-        groups = tuple(text for text in overrides if not _sets_value(_parse(text)))
-        if groups not in self._group_cache:
-            composed = _without_hydra(self.hydra_context.config_loader.load_sweep_config(self.config, list(groups)))
-            has_hydra_value = _HYDRA_VALUE.search(OmegaConf.to_yaml(composed)) is not None
-            self._group_cache[groups] = None if has_hydra_value else _GroupConfig(composed)
-        group_config = self._group_cache[groups]
-        return self._compose_with_hydra(overrides) if group_config is None else group_config.apply(values)
-
-    def _compose_with_hydra(self, overrides: Sequence[str]) -> DictConfig:
-        """Compose the config of a run, with interpolations resolved by the run's `hydra` node.
-
-        Raises a `UserError` if the config depends on the number of the run in the sweep.
+            UserError: if the config depends on the number of the run in the sweep.
         """
         from istar.errors import UserError
 
         sweep_config = HydraConfig.instance().cfg
         composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
-        config = _without_hydra(composed)
+        config = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
         for key in ("job.num", "job.id"):
             if f"{{hydra:{key}}}" in OmegaConf.to_yaml(config):
                 raise UserError(
@@ -181,57 +154,6 @@ class IstarSweeper(Sweeper):
         return outcomes
 
 
-class _GroupConfig:
-    """A config that is composed from options of groups alone, and gets the values of many runs."""
-
-    def __init__(self, config: DictConfig) -> None:
-        self._config, self._checker = config, copy.deepcopy(config)
-        # Interpolations and missing values need OmegaConf.
-        is_plain = re.search(r"\$\{|\?\?\?", OmegaConf.to_yaml(config)) is None
-        self._values: Any = OmegaConf.to_container(config) if is_plain else None
-
-    def apply(self, overrides: Sequence[Override]) -> Mapping[str, Any]:
-        """Return a copy of the config with the values of the overrides, as a DictConfig or as dictionaries.
-
-        OmegaConf checks and converts each value, but copying a DictConfig would take longer than all else.
-
-        Raises:
-            HydraException: if an override does not fit the config.
-        """
-        if self._values is None or not all(map(self._replaces_value, overrides)):
-            config = copy.deepcopy(self._config)
-            for override in overrides:
-                _merge(config, override)
-            return config
-        values = _copy_dictionaries(self._values)
-        for override in overrides:
-            _merge(self._checker, override)
-            *groups, key = override.key_or_group.split(".")
-            reduce(getitem, groups, values)[key] = OmegaConf.select(self._checker, override.key_or_group)
-        return values
-
-    def _replaces_value(self, override: Override) -> bool:
-        """Whether an override replaces a single value by another one, whatever the other values are."""
-        value = override.value()
-        try:
-            replaced = reduce(getitem, override.key_or_group.split("."), self._values)
-        except (KeyError, TypeError):
-            return False
-        return not isinstance(value, dict | list) and not isinstance(replaced, dict | list) and "${" not in str(value)
-
-
-def _copy_dictionaries(value: Any) -> Any:
-    """Copy nested dictionaries, which share their other values; `copy.deepcopy` takes four times as long."""
-    return {key: _copy_dictionaries(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _merge(config: DictConfig, override: Override) -> None:
-    try:
-        OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-    except OmegaConfBaseException as error:
-        raise HydraException(f"Error merging override {override.input_line}") from error
-
-
 def _check_launcher(config: DictConfig) -> None:
     """Raise a `UserError` if a launcher is not installed, or it has a Ray that would wait for ever or for minutes."""
     from istar.errors import UserError, shorten
@@ -262,10 +184,6 @@ def _check_launcher(config: DictConfig) -> None:
             raise UserError(f"no Ray can be reached at {address} ({shorten(error)}); no run has started") from error
 
 
-_HYDRA_VALUE = re.compile(r"\{hydra\\?:")
-"""An interpolation of a value of Hydra, like `${hydra:runtime.cwd}`; in lists of values, Hydra escapes `{` and `:`."""
-
-
 def _without_storage(config: DictConfig) -> DictConfig:
     """Return a copy of a config without `sweep.storage`, a possible password that launchers would write to files."""
     copied = copy.deepcopy(config)
@@ -275,26 +193,6 @@ def _without_storage(config: DictConfig) -> DictConfig:
         copied.hydra.overrides.task = [text for text in overrides if "sweep.storage" not in text]
         copied.hydra.job.override_dirname = ""
     return copied
-
-
-def _without_hydra(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-
-
-_PARSER = OverridesParser.create()
-
-
-@cache
-def _parse(override: str) -> Override:
-    """Parse an override; cached because the runs of a sweep share most of their overrides and the parser is slow."""
-    return _PARSER.parse_override(override)
-
-
-def _sets_value(override: Override) -> bool:
-    """Whether an override changes a value, rather than choosing an option of a group, or adding or deleting a key."""
-    key = override.key_or_group
-    is_value = ("." in key or key == "seed") and not key.startswith("hydra.")
-    return is_value and override.type == OverrideType.CHANGE and override.package is None
 
 
 ConfigStore.instance().store(
