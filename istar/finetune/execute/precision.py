@@ -1,8 +1,10 @@
 """The choice of a precision that the hardware computes fast, and a warning about one that it only emulates."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -38,7 +40,7 @@ def has_bfloat16(uses_cuda: bool) -> bool:
     if uses_cuda:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     # Without this function, an older torch cannot tell.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
