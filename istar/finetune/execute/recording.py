@@ -70,7 +70,7 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
         remove_old_checkpoints(job.identity.folder / CHECKPOINTS_FOLDER, job.tracks.checkpoints.best_weights_path())
     plot_by_name = {ISOTROPY_PICTURE: build_isotropy_plot(record)}
     if job.identity.config.trainer.measure_every_n_steps is not None:
-        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.tracks.metrics_file.read_rows())
+        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.tracks.metrics_file.rows)
     for name, plot in plot_by_name.items():
         with atomic_write(job.identity.folder / name) as file:
             file.write(render(plot, ["png"])["png"])

@@ -4,10 +4,10 @@ import csv
 import io
 import itertools
 import logging
-import os
+import math
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger
 
 from istar.errors import shorten
-from istar.files.writing import atomic_write, escape_cell, unescape_cell
+from istar.files.writing import escape_cell, unescape_cell, write_text
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.training.layer_geometry import ValidationGeometry
 from istar.finetune.training.module import FineTuner
 from istar.runs.names import merit
 
 _SECONDS_BETWEEN_WRITES = 5.0
+_MIN_WRITE_DURATIONS = 100
+"""Least time between two writes of `metrics.csv`, in durations of a write, so that a long file costs at most 1%."""
 
 log = logging.getLogger(__name__)
 
@@ -99,21 +101,20 @@ class History(L.Callback):
 
 
 class MetricsFile(Logger):
-    """Append logged metrics to a CSV file, one row per call.
+    """Write logged metrics to a CSV file, one row per call of `log_metrics`.
 
-    The columns are `epoch`, `step` and the names of all metrics logged so far. A row is written once: later rows are
-    appended, and only a new metric, which adds a column to all rows, replaces the file. A checkpoint stores the number
-    of rows, and a resumed training continues after as many.
+    The columns are `epoch`, `step` and the names of all metrics logged so far. Each write replaces the file. A
+    checkpoint stores the number of rows, and a resumed training continues after as many.
+
+    Attributes:
+        rows: epoch, step and the values by name of each call.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self._columns = ["epoch", "step"]
-        self._new_rows: list[dict[str, float]] = []  # logged, but not yet written
-        self._num_written = 0  # rows in the file
-        self._size = 0  # bytes of the header and these rows; what follows them in the file is cut off
-        self._last_written_at = -float("inf")
+        self.rows: list[dict[str, float]] = []
+        self._next_write_at = -math.inf
 
     @property
     def name(self) -> str:
@@ -127,18 +128,11 @@ class MetricsFile(Logger):
     def save_dir(self) -> str:
         return str(self.path.parent)
 
-    def read_rows(self) -> Iterator[dict[str, float]]:
-        """Write what was logged, and yield the step and the values by name of each call of `log_metrics`."""
-        self.write()
-        if self._num_written:
-            with self.path.open(encoding="utf-8", newline="") as file:
-                for cells in itertools.islice(csv.reader(file), 1, None):
-                    yield {name: float(cell) for name, cell in zip(self._columns, cells, strict=True) if cell}
-
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a row with these metrics. The file is written later."""
-        self._new_rows.append({"step": step or 0, **{name: float(value) for name, value in metrics.items()}})
+        values = {name: float(value) for name, value in metrics.items()}
+        self.rows.append({**values, "epoch": int(values.get("epoch", 0)), "step": step or 0})
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -146,8 +140,8 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the file unless it was written within the last few seconds. Lightning calls this after every log."""
-        if time.monotonic() - self._last_written_at > _SECONDS_BETWEEN_WRITES:
+        """Write the file every few seconds, or less often if this takes long. Lightning calls this after every log."""
+        if time.monotonic() > self._next_write_at:
             self.write()
 
     @rank_zero_only
@@ -161,66 +155,42 @@ class MetricsFile(Logger):
         Raises:
             OSError: if the file cannot be written. A later call writes the same rows.
         """
-        if not self._new_rows and not self._num_written:
+        if not self.rows:
             return
-        new_columns = list(dict.fromkeys(name for row in self._new_rows for name in row if name not in self._columns))
-        if new_columns or not self._num_written:
-            self._add_columns(new_columns)
+        start = time.monotonic()
+        columns = list(dict.fromkeys(["epoch", "step", *itertools.chain.from_iterable(self.rows)]))
         text = io.StringIO()
-        rows = csv.DictWriter(text, self._columns, lineterminator="\n")
-        rows.writerows({**row, "epoch": int(row.get("epoch", 0))} for row in self._new_rows)
-        content = text.getvalue().encode()
-        try:
-            with self.path.open("r+b") as file:
-                file.seek(self._size)
-                file.truncate()
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            # The error of a full disk names no file.
-            raise OSError(error.errno, error.strerror or str(error), str(self.path)) from error
-        self._size += len(content)
-        self._num_written += len(self._new_rows)
-        self._new_rows.clear()
-        self._last_written_at = time.monotonic()
-
-    def _add_columns(self, names: Sequence[str]) -> None:
-        """Replace the file by one with these columns at the end, which are empty in the rows so far."""
-        columns = [*self._columns, *names]
-        header = io.StringIO()
-        csv.writer(header, lineterminator="\n").writerow(map(escape_cell, columns))
-        empty_cells = b"," * len(names) + b"\n"
-        with atomic_write(self.path) as file:
-            file.write(header.getvalue().encode())
-            if self._num_written:
-                with self.path.open("rb") as old_file:
-                    for line in itertools.islice(old_file, 1, 1 + self._num_written):
-                        file.write(line.rstrip(b"\n") + empty_cells)
-            size = file.tell()
-        self._columns, self._size = columns, size
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writerow({name: escape_cell(name) for name in columns})
+        writer.writerows(self.rows)
+        write_text(self.path, text.getvalue())
+        now = time.monotonic()
+        self._next_write_at = now + max(_SECONDS_BETWEEN_WRITES, _MIN_WRITE_DURATIONS * (now - start))
 
     def state_dict(self) -> dict[str, Any]:
         """Write the file, and return the number of its rows."""
         self.write()
-        return {"rows": self._num_written}
+        return {"rows": len(self.rows)}
 
     @rank_zero_only
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the rows of a checkpoint. The resumed training logs the later rows again."""
-        self._new_rows.clear()
-        self._num_written = self._size = 0
-        self._columns = ["epoch", "step"]
+        self.rows = []
         if not state_dict["rows"]:
             return
         try:
-            with self.path.open("rb") as file:
-                lines = list(map(len, itertools.islice(file, 1 + state_dict["rows"])))
-            with self.path.open(encoding="utf-8", newline="") as text:
-                self._columns = [unescape_cell(name) for name in next(csv.reader(text))]
-        except (OSError, ValueError, StopIteration) as error:
+            with self.path.open(encoding="utf-8", newline="") as file:
+                names = [unescape_cell(name) for name in next(csv.reader(file))]
+                self.rows = [
+                    {
+                        name: (int if name in ("epoch", "step") else float)(cell)
+                        for name, cell in zip(names, cells, strict=True)
+                        if cell
+                    }
+                    for cells in itertools.islice(csv.reader(file), state_dict["rows"])
+                ]
+        except (OSError, ValueError, StopIteration, csv.Error) as error:
             log.warning("%s cannot be read: %s; it lacks the rows before the checkpoint", self.path, shorten(error))
             return
-        self._size, self._num_written = sum(lines), len(lines) - 1
-        if self._num_written < state_dict["rows"]:
-            log.warning("%s lacks %d rows", self.path, state_dict["rows"] - self._num_written)
+        if len(self.rows) < state_dict["rows"]:
+            log.warning("%s lacks %d rows", self.path, state_dict["rows"] - len(self.rows))
