@@ -21,8 +21,8 @@ def make_key(config: Config, data: str = "data", model: str = "model") -> RunKey
 def make_plain_key(config: Mapping[str, Any], data: str = "data", model: str | None = None) -> RunKey:
     """Return the key of a run whose config is plain data; without `model`, the name and the revision identify it."""
     no_settings = (
-        "logger.", "run.", "data.num_workers", "data.cache_dir", "model.name", "model.revision", "task.data_dir",
-        "task.limit_", "task.submission",
+        "logger.", "run.", "data.num_workers", "data.cache_dir", "model.name", "model.revision", "model.tokenizer",
+        "task.data_dir", "task.limit_", "task.submission",
     )  # fmt: skip
     settings = {
         group: {name: value for name, value in values.items() if not f"{group}.{name}".startswith(no_settings)}
