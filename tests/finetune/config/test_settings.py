@@ -59,7 +59,10 @@ EFFECTS: dict[str, tuple[list[str], list[str]]] = {
     # A batch is the same however it is divided among processes that compute one penalty.
     "reg=istar data.batch_size=8": (
         ["data.batch_size=4 trainer.devices=2", "data.batch_size=2 trainer.devices=2 trainer.num_nodes=2"],
-        ["data.batch_size=4 trainer.num_nodes=3", "reg.sync=false", "reg.sync=false trainer.devices=2"],
+        ["data.batch_size=4 trainer.num_nodes=3", "reg.sync=false"],
+    ),
+    "reg=istar reg.sync=false data.batch_size=8": (
+        [], ["data.batch_size=4 trainer.devices=2", "data.batch_size=4 trainer.num_nodes=2"],
     ),
     "reg=istar": (
         ["reg.zeta=0.4", "reg.zeta='0.4'", "reg.compute=float32"],
