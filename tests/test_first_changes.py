@@ -14,6 +14,7 @@ from tests.waiting import SECONDS
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROW_BY_SECTION = {
     "Add a task": "task",
+    "Add a penalty": "penalty",
     "Add a measure": "measure",
     "Add a measure of `istar measure`": "measure of `istar measure`",
 }
