@@ -13,7 +13,7 @@ from scipy.stats import binom
 
 from benchmarks import common, finetune, geometry, step, sweep, waiting
 from istar.finetune.execute.finished_runs import read_finished_run
-from istar.finetune.execute.identify import RunFolders
+from istar.finetune.execute.identify import identify
 from istar.reports.run_frame import read_runs
 from istar.runs.record import GEOMETRY, write_result
 from tests.finished_runs import make_finished_record
@@ -191,7 +191,7 @@ def test_finished_runs_are_finished_for_a_sweep(commands: list[tuple[str, ...]],
     sweep.write_finished_runs(2, tmp_path)
     for seed in (1, 2):
         config = sweep.compose_config(f"run.root={tmp_path / 'runs'}", f"seed={seed}")
-        record = read_finished_run(RunFolders().find(config), config)
+        record = read_finished_run(identify(config).folder, config)
         assert record is not None
         assert record.config["seed"] == seed
 
