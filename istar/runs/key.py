@@ -41,15 +41,17 @@ class RunKey:
         """A hash of the key without the seed, equal for runs that repeat each other. See also `without`."""
         return self.without("seed")
 
-    def without(self, key: str) -> str:
+    def without(self, setting: str) -> str:
         """Return the hash that runs share if they differ at most in the seed and in a setting or a group of settings.
+
+        The setting has its name on the command line, such as `reg.lambda`; a group has its own, such as `reg`.
 
         >>> keys = [RunKey({"reg": {"name": "istar", "lambda": weight}, "seed": 1}, "", "") for weight in (-1, 1)]
         >>> len({key.configuration for key in keys}), len({key.without("reg.lambda") for key in keys})
         (2, 1)
         """
-        settings = {group: values for group, values in self.settings.items() if group not in ("seed", key)}
-        group, _, name = key.partition(".")
+        settings = {group: values for group, values in self.settings.items() if group not in ("seed", setting)}
+        group, _, name = setting.partition(".")
         if name:
             settings[group] = {other: value for other, value in settings[group].items() if other != name}
         return self._hash(settings)
