@@ -313,11 +313,9 @@ class HiddenStateReader:
 
     def _check_all_layers_called(self, current: _Pass) -> None:
         called_layers, num_layers = current.called_layers, self.layers.num_layers
-        if self.layers.is_transformers:
-            is_complete = len(called_layers) == num_layers or current.may_skip
-        else:
-            is_complete = len(set(called_layers)) == num_layers
-        if not is_complete:
+        # A module of a user may be called several times in a pass.
+        num_called = len(called_layers if self.layers.is_transformers else set(called_layers))
+        if num_called != num_layers and not current.may_skip:
             raise UserError(
                 f"{type(self.base_model).__name__} called {len(called_layers)} layers; expected a call of all "
                 f"{num_layers}: attach before anything is compiled, or name the layers with modules=[...]"
