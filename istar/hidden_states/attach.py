@@ -166,17 +166,8 @@ class HiddenStatePenalty(AttachedPenalty):
             return 0
         if not 0 <= momentum < 1:
             raise UserError(f"momentum is {momentum}; expected a number from 0 to below 1")
-        moments = hidden_state_moments(
-            self._model,
-            loader,
-            num_points,
-            penalty.layers,
-            penalty.include_padding,
-            penalty.sync,
-            penalty.group,
-            self._modules,
-            self.settings.points,
-        )
+        options = penalty.layers, penalty.include_padding, penalty.sync, penalty.group
+        moments = hidden_state_moments(self._model, loader, num_points, *options, self._modules, self.settings.points)
         covariance, previous = to_covariance(moments), penalty.shrinkage_covariance
         if momentum > 0 and previous is not None:
             covariance = torch.lerp(covariance, previous.to(covariance), momentum)

@@ -1,9 +1,8 @@
 """Detection of the modules that compute a model's hidden states.
 
-Hidden state 0 is the input of the first layer, hidden state i is the output of layer i, and the last one is the output
-of the final norm, if there is one. Most models of transformers declare their layers. The others are tried on a few
-tokens: a module is a layer if the model returns its output as a hidden state. Mamba and RWKV, for example, return the
-outputs of all layers and then of the final norm, but no embeddings.
+Most models of transformers declare their layers. The others are tried on a few tokens: a module is a layer if the model
+returns its output as a hidden state. Mamba and RWKV, for example, return the outputs of all layers and then of the
+final norm, but no embeddings.
 """
 
 import random
@@ -255,13 +254,9 @@ def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
 
 
 def find_final_norm(base_model: nn.Module) -> nn.Module | None:
-    """Return the normalization outside the layers that outputs the last hidden state, or None without one.
-
-    Raises:
-        UserError: as `run_trial`.
-    """
+    """Return the norm outside the layers that outputs the last hidden state, or None; raise as `run_trial`."""
     trial = run_trial(base_model, base_model)
-    lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
+    lists = (module for module in base_model.modules() if isinstance(module, nn.ModuleList))
     in_layers = {part for module in lists for part in module.modules()}
     for module, _, output in trial.calls:
         if module in in_layers or not _are_equal(output, trial.last_state):

@@ -44,6 +44,7 @@ class _Pass:
     called_layers: list[int] = field(default_factory=list)
     # Numbers of the layers that ran without gradients, as inside a reentrant checkpoint.
     layers_without_gradients: set[int] = field(default_factory=set)
+    output: Any = None  # of the base model
 
 
 @dataclass
@@ -114,7 +115,6 @@ class HiddenStateReader:
 
     # A copy of the model has hooks of an empty reader; see `__getstate__`.
     _is_active: Callable[[], bool] = staticmethod(lambda: False)
-    _is_calling = False
     _pass: _Pass | None = None
     # Arguments of the calls in progress by module, the outermost first, and of the latest pass inside a checkpoint.
     _calls: Mapping[nn.Module, Arguments] = MappingProxyType({})
@@ -159,29 +159,35 @@ class HiddenStateReader:
         ]
         self._summaries: list[Any] | None = None
         _load_compiler_option()
-        self._handles = [
-            *self._register_call_hooks(model),
-            self.base_model.register_forward_pre_hook(_UncompiledHook(self._begin_pass), with_kwargs=True),
-            *(
-                module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
-                for module_index, module in enumerate(self.layers.modules)
-            ),
-            self.base_model.register_forward_hook(_UncompiledHook(self._end_pass), always_call=True),
+        self._handles: list[Any] = [
+            module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
+            for module_index, module in enumerate(self.layers.modules)
         ]
-        if self.norm is not None and not self.layers.modules:
-            self._handles.append(self.norm.register_forward_pre_hook(self._read_norm_input))
+        # Without summaries, all hooks can be compiled with the model, as in a training without a penalty.
+        if summarize is not None:
+            self._handles += self._register_call_hooks(model)
+            begin_pass, end_pass = _UncompiledHook(self._begin_pass), _UncompiledHook(self._end_pass)
+            self._handles.append(self.base_model.register_forward_pre_hook(begin_pass, with_kwargs=True))
+            self._handles.append(self.base_model.register_forward_hook(end_pass, always_call=True))
+            return
+        self._handles.append(self.base_model.register_forward_hook(self._keep_output))
+        if not self.layers.modules:
+            request_states = _UncompiledHook(self._request_states)
+            self._handles.append(self.base_model.register_forward_pre_hook(request_states, with_kwargs=True))
+            if self.norm is not None:
+                self._handles.append(self.norm.register_forward_pre_hook(self._read_norm_input))
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
         """Call the model, or a module that calls it once; return the output and the states by name.
 
         The states are `(batch, tokens, d)` each, from the input to the output. The reader must be without `summarize`.
         """
-        self._is_calling = True
+        current = self._pass = self._make_pass(Tokens())
         try:
             output = module(*args, **kwargs)
         finally:
-            self._is_calling = False
-        return output, dict(self.take())
+            self._pass = None
+        return output, {self.layers.names[number]: state for number, state in self._sort_states(current)}
 
     def take(self) -> list[Any]:
         """Return the summaries of the latest pass, in the order of the layers, and forget them.
@@ -218,22 +224,30 @@ class HiddenStateReader:
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the changed arguments of the call if hidden states are requested, otherwise None."""
         self._pass = None
-        is_active = self._is_calling or self._is_active()
+        is_active = self._is_active()
         if is_active or torch.is_grad_enabled():
             # A pass without gradients, for example for a metric, may come between the training pass and its loss.
             self._summaries = None
         if not is_active:
             return None
-        calls = self._list_calls()
-        tokens = Tokens() if self._summarize is None else self._find_tokens(calls)
-        may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
-        self._pass = _Pass(tokens, torch.is_grad_enabled(), may_skip)
-        if self.layers.modules:
-            return None
-        return args[len(read_argument_names(module)) :], {**calls[0], "output_hidden_states": True, "return_dict": True}
+        self._pass = self._make_pass(self._find_tokens())
+        return None if self.layers.modules else self._request_states(module, args, kwargs)
 
-    def _find_tokens(self, calls: Sequence[Arguments]) -> Tokens:
+    def _make_pass(self, tokens: Tokens) -> _Pass:
+        may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)
+        return _Pass(tokens, torch.is_grad_enabled(), may_skip)
+
+    def _request_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with which a model that is being read returns its hidden states."""
+        if self._pass is None:
+            return None
+        names = read_argument_names(module)
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        return args[len(names) :], {**named, "output_hidden_states": True, "return_dict": True}
+
+    def _find_tokens(self) -> Tokens:
         """Return the tokens that are points, from the arguments of the base model's call and of those around it."""
+        calls = self._list_calls()
         mask = None if self._include_padding else find_argument(calls, "attention_mask")
         labels = next((call["labels"] for call in calls if call.get("labels") is not None), None)
         input_ids, position_ids = find_argument(calls, "input_ids"), find_argument(calls, "position_ids")
@@ -267,7 +281,7 @@ class HiddenStateReader:
             self._checkpointed_calls = calls = {**self._checkpointed_calls, **calls} if is_repeated else calls
         return [*reversed([*calls.values()]), self.batch]
 
-    # torch.compile traces the next two hooks with the model.
+    # torch.compile traces the next three hooks with the model.
     def _read_layer(
         self, module_index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -288,44 +302,48 @@ class HiddenStateReader:
         if self._pass is not None:
             self._pass.states.append((self.layers.num_layers, args[0]))
 
+    def _keep_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._pass is not None:
+            self._pass.output = output
+
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         current, self._pass = self._pass, None
         # The output is None if the pass failed.
-        if current is None or output is None:
+        if current is None or output is None or self._summarize is None:
             return
+        current.output = output
+        states = [state for _, state in self._sort_states(current)]
+        self._summaries = self._summarize(states, current.tokens) if states else []
+        self.num_left_out = current.tokens.num_left_out
+
+    def _sort_states(self, current: _Pass) -> list[tuple[int, Tensor]]:
+        """Return the states of a complete pass with their numbers, ascending."""
         called_layers, last_number = current.called_layers, self.layers.num_layers + 1
         if self.layers.modules:
             self._check_all_layers_called(current)
         else:
-            current.states += self._select_returned_states(current, output)
+            current.states += self._select_returned_states(current)
         if self._replaces_last and called_layers:
             current.states = [(number, state) for number, state in current.states if number != called_layers[-1]]
         # If layerdrop skipped all layers, the output is of none of them.
         if last_number in self._selected and (called_layers or not self.layers.modules):
-            current.states.append((last_number, output[0]))
+            current.states.append((last_number, current.output[0]))
         _check_have_gradients(current.states, current.layers_without_gradients)
-        states = sorted(current.states, key=itemgetter(0))
-        if self._summarize is None:
-            self._summaries = [(self.layers.names[number], state) for number, state in states]
-        else:
-            self._summaries = self._summarize([state for _, state in states], current.tokens) if states else []
-        self.num_left_out = current.tokens.num_left_out
+        return sorted(current.states, key=itemgetter(0))
 
     def _check_all_layers_called(self, current: _Pass) -> None:
         called_layers, num_layers = current.called_layers, self.layers.num_layers
-        if self.layers.is_transformers:
-            is_complete = len(called_layers) == num_layers or current.may_skip
-        else:
-            is_complete = len(set(called_layers)) == num_layers
-        if not is_complete:
+        # A module of a user may be called several times in a pass.
+        num_called = len(called_layers if self.layers.is_transformers else set(called_layers))
+        if num_called != num_layers and not current.may_skip:
             raise UserError(
                 f"{type(self.base_model).__name__} called {len(called_layers)} layers; expected a call of all "
                 f"{num_layers}: attach before anything is compiled, or name the layers with modules=[...]"
             )
 
-    def _select_returned_states(self, current: _Pass, output: Any) -> list[tuple[int, Tensor]]:
+    def _select_returned_states(self, current: _Pass) -> list[tuple[int, Tensor]]:
         """Return the selected states of layers that the model returns, except one that was read before its norm."""
-        states, num_expected = getattr(output, "hidden_states", None), self.layers.num_layers + 1
+        states, num_expected = getattr(current.output, "hidden_states", None), self.layers.num_layers + 1
         if states is None or len(states) != num_expected:
             num_returned = "no" if states is None else len(states)
             raise UserError(

@@ -66,9 +66,7 @@ class EvaluationPasses:
         return sums
 
 
-def add_layers(
-    sums: dict[str, Sums], states_by_layer: Mapping[str, Tensor], mask: Tensor, sums_class: type[Sums]
-) -> None:
+def add_layers(sums: dict[str, Sums], states_by_layer: Mapping[str, Tensor], mask: Tensor, sums_class: Any) -> None:
     """Add the tokens of a batch to the sums of each layer, which are created if they are missing."""
     for layer, states in states_by_layer.items():
         if layer not in sums:

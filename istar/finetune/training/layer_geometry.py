@@ -41,9 +41,8 @@ class ValidationGeometry(L.Callback):
     Layer 0 is the embedding output, and layer l the output of layer l before the final norm, as in `istar measure`. The
     module's `validation_step` must return `hidden_states` and `attention_mask`, as `FineTuner` does.
 
-    IsoScore of each layer, of layers 1 to L together, and of the state after a final norm, is measured and logged.
-    Unlike IsoScore\*, it uses no shrinkage: a whole validation set has enough points, and models trained without
-    I-STAR have no Sigma_S.
+    IsoScore of each layer, of layers 1 to L together, and after a final norm is measured and logged. Unlike IsoScore\*,
+    it uses no shrinkage: a whole validation set has enough points, and models trained without I-STAR have no Sigma_S.
 
     *Anisotropy is Not Inherent to Transformers* observes that models become anisotropic during training and recommends
     monitoring it. With `stop_at`, training stops once the mean InterSim of layers 1 to L has been below `stop_at` and
@@ -91,9 +90,7 @@ class ValidationGeometry(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compute and log the measures of all layers from the tokens of all processes."""
         all_sums = {layer: sums.all_reduce() for layer, sums in self._sums.items()}
-        moments: dict[str, Moments] = {
-            layer: sums.moments if self.is_monitored else sums for layer, sums in all_sums.items()
-        }
+        moments = {layer: sums.moments if self.is_monitored else sums for layer, sums in all_sums.items()}
         self._sums = {}
         self.num_points = int(moments["0"].count)
         with naming_step("validation", trainer):
