@@ -81,10 +81,11 @@ SMALL = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that no process is still busy with one of them when all others are idle."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let workers run the slowest files first, so that none is still busy with one of them when all others are idle."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FILES)}
-    items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: ranks.get(item.location[0], len(ranks)))
 
 
 @pytest.hookimpl(optionalhook=True)

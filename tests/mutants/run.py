@@ -1,9 +1,8 @@
 """Break the numerical code, one operator or number at a time, and report whether the tests notice: `make mutants`.
 
-The mutants are a fixed sample of the changes that the syntax trees allow. For each, the tests named after its module
-run until one fails, or, if no file has this name, all tests of its package but those of several processes. The exit
-code is 1 if more mutants survive than `--survivors`: some of them change nothing that can be observed, and others lack
-a test.
+The mutants are a fixed sample of the changes that the syntax trees allow. For each, the tests of its package run until
+one fails, first those named after its module. The exit code is 1 if more mutants survive than `--survivors`: some of
+them change nothing that can be observed, and others lack a test.
 """
 
 import argparse
@@ -76,10 +75,10 @@ def list_mutants(one_in: int) -> list[Mutant]:
 
 
 def find_tests(mutant: Mutant | None) -> list[str]:
-    """Return the arguments of pytest: the tests of a module, or those of all packages except in several processes."""
+    """Return the tests to run, in their order: those named after the module of a mutant, and those of its package."""
     folders = [REPOSITORY / "tests" / name for name in (PACKAGES if mutant is None else [mutant.path.parent.name])]
     files = [] if mutant is None else sorted(folders[0].glob(f"test_{mutant.path.stem}*.py"))
-    return [*map(str, files or folders), *(() if files else ("-k", "not process"))]
+    return [str(path) for path in (*files, *folders)]
 
 
 def is_killed(mutant: Mutant | None) -> bool:
