@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,7 +134,9 @@ def hidden_state_moments(
 
     try:
         with preserve_rng_states(device), eval_mode(model), torch.no_grad():
-            for batch in _iterate_until(loader, has_enough):
+            # A DataLoader draws a random number when its iterator is created, so this is inside the context.
+            batches = itertools.chain(loader, itertools.repeat(None))
+            for batch in itertools.takewhile(lambda batch: not has_enough(batch is not None), batches):
                 # Without a batch, this process repeats its previous inputs, for as long as another one has batches.
                 inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored_names)
                 if inputs is None:
@@ -153,13 +155,6 @@ def hidden_state_moments(
     width = torch.tensor(0 if moments is None else moments.dim, device=device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
     return (Moments(int(width), device) if moments is None else moments).all_reduce(group)
-
-
-def _iterate_until(loader: Iterable[Any], has_enough: Callable[[bool], bool]) -> Iterator[Any]:
-    """Yield the batches of a loader, then None, until `has_enough` is true; it is told whether there is a batch."""
-    # A DataLoader draws a random number when its iterator is created, which is here when the first batch is asked for.
-    batches = itertools.chain(loader, itertools.repeat(None))
-    return itertools.takewhile(lambda batch: not has_enough(batch is not None), batches)
 
 
 def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:

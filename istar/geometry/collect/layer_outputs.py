@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 class BlockReader:
     """Reads the hidden states of a model, which must be without a head, in eval mode, and on its devices.
 
-    Args:
-        model: the model.
-        pad_id: id of the tokens that fill up the shorter blocks of a batch.
-        has_special_tokens: whether the statistics include special tokens.
+    `pad_id` fills up batches, and `has_special_tokens` says whether the statistics include special tokens.
 
     Attributes:
         names: names of the hidden states; see `HiddenStateReader`.
