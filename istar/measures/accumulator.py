@@ -27,8 +27,8 @@ class Accumulator:
     subclass says in `recenter` how they move.
     """
 
-    weight_name = "count"
-    """Name of the state with the number of points, which weights states of the kind "mean"."""
+    count: Tensor
+    """Number of points, which weights the states of the kind "mean"."""
     _merges: Mapping[str, Merge] = MappingProxyType({})
     """How each state is merged, by name."""
 
@@ -72,8 +72,8 @@ class Accumulator:
             name: _combine(getattr(self, name), getattr(moved, name), kind) for name, kind in self._merges.items()
         }
         for name in self._find_names("mean"):
-            own_mean, weight = getattr(self, name), merged[self.weight_name]
-            share = getattr(moved, self.weight_name) / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+            own_mean, weight = getattr(self, name), merged["count"]
+            share = moved.count / weight.clamp(min=torch.finfo(weight.dtype).tiny)
             merged[name] = own_mean + (getattr(moved, name) - own_mean) * share[..., None]
             others_about_mean = moved.recenter(merged[name])
             merged |= {key: value + others_about_mean[key] for key, value in self.recenter(merged[name]).items()}
@@ -100,10 +100,10 @@ class Accumulator:
             return self._gather(group)
         sums = self._get_states("sum")
         for name in self._find_names("mean"):
-            sums[name] = getattr(self, name) * sums[self.weight_name][..., None]
+            sums[name] = getattr(self, name) * sums["count"][..., None]
         sums = _sum_all(sums, group) if sums else {}
         for name in self._find_names("mean"):
-            weight = sums[self.weight_name][..., None]
+            weight = sums["count"][..., None]
             sums[name] = sums[name] / torch.where(weight > 0, weight, 1)
             sums |= _sum_all(self.recenter(sums[name]), group)
         extremes = self._get_states("max") | {name: -value for name, value in self._get_states("min").items()}
