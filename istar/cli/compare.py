@@ -59,7 +59,6 @@ def _parse_texts(texts: Sequence[str]) -> list["Source"]:
 
 
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence[ModelArgument]) -> None:
-    """Print the table of the models' trajectories over their training, and write the page."""
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
     page_folder.check(options.out, compare_page.TRAININGS_KIND, [argument.name for argument in model_arguments])

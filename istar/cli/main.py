@@ -82,7 +82,6 @@ def _check_minima(options: argparse.Namespace) -> None:
 
 
 def _set_figure_formats(formats: Sequence[str]) -> None:
-    """Let the figures of pages be drawn in these formats, too."""
     from istar.drawing.plot import FIGURE_FORMATS, SUFFIXES
 
     for name in formats:

@@ -68,7 +68,6 @@ def render_html(page: Page) -> str:
 
 @functools.cache
 def _make_environment() -> Environment:
-    """Return the environment of the templates, which are compiled once."""
     environment = Environment(
         loader=PackageLoader("istar.drawing"),
         autoescape=True,
@@ -82,7 +81,6 @@ def _make_environment() -> Environment:
 
 
 def _build_security_policy(style: str, script: str) -> str:
-    """Return a Content-Security-Policy that allows only this style, this script and embedded images."""
     sources = {
         "default-src": "'none'",
         "style-src": _compute_policy_hash(style),

@@ -200,7 +200,6 @@ def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
 
 
 def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
-    """Draw a line of a panel; `has_markers` adds markers to its points if the kind is `line`."""
     if kind == "line":
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
         axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 1.2, **style)
@@ -243,7 +242,6 @@ def _are_columns_narrow(plot: Plot, panel: Panel) -> bool:
 
 
 def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright_values: bool) -> None:
-    """Draw the lines as groups of bars: the bars at each x are side by side, with their values on top."""
     width = 0.8 / len(lines)
     for index, line in enumerate(lines):
         centers = [x + (index - (len(lines) - 1) / 2) * width for x in line.x]
@@ -297,7 +295,6 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _draw_rows(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Draw a row for each line: its name, and its point with an error bar."""
     rows = range(len(panel.lines))
     for row, line in zip(rows, panel.lines, strict=True):
         error = line.x_error if any(line.x_error) else None

@@ -195,7 +195,6 @@ def compute_identifier(plot: Plot) -> str:
 
 @functools.cache
 def _hash_drawing_code() -> str:
-    """Return a hash of the modules of this package and the version of matplotlib."""
     modules = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join([version("matplotlib").encode(), *(p.read_bytes() for p in modules)])).hexdigest()
 

@@ -170,7 +170,6 @@ def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
 
 
 def _get_only_label(lines: Sequence[Line]) -> str:
-    """Return the label of a single line, which needs no legend; empty for several lines."""
     return lines[0].label if len(lines) == 1 else ""
 
 

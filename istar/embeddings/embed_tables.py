@@ -222,7 +222,6 @@ def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
 
 
 def _describe_left_out(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return notes on benchmarks with too few words known to the model, and on undefined correlations."""
     notes = [f"{model.label}: {note}" for model in models for note in model.notes]
     for model in models:
         for row in model.word_similarity.to_dict("records"):
@@ -283,7 +282,6 @@ def _make_header(column: str) -> str:
 
 
 def _format_number(value: float, number_format: str, is_signed: bool) -> str:
-    """Format a number; NaN is a dash, and `is_signed` adds a plus sign to positive numbers."""
     if math.isnan(value):
         return "\u2013"
     return f"{'+' if is_signed and value > 0 else ''}{number_format.format(value)}"

@@ -117,7 +117,6 @@ def make_bins(tokens: Sequence[str | None], special_ids: set[int], counts: np.nd
 def _iterate_bins(
     token_ids: np.ndarray, counts: np.ndarray | None
 ) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
-    """Yield for each bin its order, its first and last position in that order, and its token ids."""
     for start in range(0, int(token_ids.max(initial=-1)) + 1, BIN_SIZE):
         yield "index", start, start + BIN_SIZE - 1, token_ids[(token_ids >= start) & (token_ids < start + BIN_SIZE)]
     if counts is None:

@@ -197,7 +197,6 @@ def word_vectors(
 
 
 def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Return the token ids of each word, tokenized after another word."""
     context = "the"
     texts = [context, *(f"{context} {word}" for word in words)]
     context_ids, *ids_by_text = tokenize(texts, tokenizer)

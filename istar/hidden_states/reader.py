@@ -246,7 +246,6 @@ class HiddenStateReader:
         return args[len(names) :], {**named, "output_hidden_states": True, "return_dict": True}
 
     def _find_tokens(self) -> Tokens:
-        """Return the tokens that are points, from the arguments of the base model's call and of those around it."""
         calls = self._list_calls()
         mask = None if self._include_padding else find_argument(calls, "attention_mask")
         labels = next((call["labels"] for call in calls if call.get("labels") is not None), None)
@@ -272,7 +271,6 @@ class HiddenStateReader:
         self._calls = {caller: call for caller, call in self._calls.items() if caller is not module}
 
     def _list_calls(self) -> list[Arguments]:
-        """Return the arguments of the base model's call, and of the calls around it from the innermost on."""
         calls = self._calls
         if _are_saved_tensors_hooked():
             # A checkpoint repeats its calls in the backward pass, when the calls around it have ended.
@@ -317,7 +315,6 @@ class HiddenStateReader:
         self.num_left_out = current.tokens.num_left_out
 
     def _sort_states(self, current: _Pass) -> list[tuple[int, Tensor]]:
-        """Return the states of a complete pass with their numbers, ascending."""
         called_layers, last_number = current.called_layers, self.layers.num_layers + 1
         if self.layers.modules:
             self._check_all_layers_called(current)

@@ -284,7 +284,6 @@ class IsotropyCallback(L.Callback):
         self._remove_reader()
 
     def _add_points(self, states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
-        """Add the points of layers, and return no summaries."""
         for state in states:
             points, indices = state.flatten(0, 1), tokens.indices_of(state)
             self._sums = self._sums or LayerSums(points.shape[-1], points.device)

@@ -127,7 +127,6 @@ class Accumulator:
             child.load_state_dict(state[name])
 
     def _find_names(self, kind: Merge) -> list[str]:
-        """Return the names of the states of one kind."""
         return [name for name, merge in self._merges.items() if merge == kind]
 
     def _get_states(self, kind: Merge | None = None) -> dict[str, Any]:
@@ -160,7 +159,6 @@ class Accumulator:
             child._check_alike(other_children[name])
 
     def _move(self, value: Any, own: Any) -> Any:
-        """Return a state of another accumulator on the device and in the dtype of this one's."""
         if isinstance(value, dict):
             device = next(state.device for state in self._get_states().values() if isinstance(state, Tensor))
             return {key: tensor.to(device) for key, tensor in value.items()}

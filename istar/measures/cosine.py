@@ -168,7 +168,6 @@ class AverageCosine(Accumulator):
         return self
 
     def _add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
-        """Add the unit vectors `(n, d)` of points, and a mask `(n,)` that is false where a point is zero."""
         self.total = self.total + units.sum(0)
         self.count = self.count + is_nonzero.sum()
         self.zeros = self.zeros + (~is_nonzero).sum()

@@ -233,7 +233,6 @@ class FourthMoments(Moments):
 
 
 def _recenter(batch: BatchMoments, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the third and fourth moments of a batch about `center` instead of its mean; see `FourthMoments`."""
     assert batch.third is not None
     assert batch.fourth is not None
     delta = batch.mean - center

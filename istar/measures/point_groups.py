@@ -143,7 +143,6 @@ class RowsByGroup:
 
     @cached_property
     def _membership(self) -> Tensor:
-        """Whether each row is in each group, 1 or 0, `(k, n)`."""
         return (self.indices == torch.arange(len(self.groups), device=self.indices.device)[:, None]).float()
 
 

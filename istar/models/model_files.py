@@ -45,7 +45,6 @@ def load_checkpoint_config(source: ModelSource) -> Any:
 
 
 def _load_pretrained(source: ModelSource, auto_class: Any, /, **options: Any) -> Any:
-    """Call `auto_class.from_pretrained` for a model, without log output or network retries."""
     with convert_to_user_errors(source), silence_transformers():
         return auto_class.from_pretrained(source.name, **make_hub_options(source), **options)
 

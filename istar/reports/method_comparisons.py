@@ -119,7 +119,6 @@ def compare_methods(all_runs: pd.DataFrame, reference: str = BASE_LABEL) -> Comp
 
 
 def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], Method]:
-    """Return, by model and task, the method with the given name, in full or without its settings."""
     reference_by_task: dict[tuple[str, str], Method] = {}
     for method in sorted(methods, key=lambda method: method.name != name):  # full names before shortened ones
         if name not in (method.name, method.short_name):
@@ -160,10 +159,6 @@ def _adjust_p_values(comparisons: list[MethodComparison]) -> tuple[list[MethodCo
 
 
 def _compare_with_reference(method: Method, reference: Method | None, reference_name: str) -> MethodComparison:
-    """Compare a method with the reference without adjusting the p-value.
-
-    There are no pairs of runs if the reference is missing, or if it used another model or other data.
-    """
     scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
     has_same_inputs = reference is None or have_same_inputs(method.runs, reference.runs)
     seeds = sorted(scores.keys() & reference_scores.keys()) if has_same_inputs else []
@@ -191,7 +186,6 @@ def _compare_with_reference(method: Method, reference: Method | None, reference_
 
 
 def _compute_minimum_p(num_pairs: int) -> float:
-    """Return the smallest p-value that the sign-flip test can give for this number of pairs."""
     is_exact = num_pairs <= paired.MAX_EXACT_PAIRS
     return paired.smallest_sign_flip_p(num_pairs) if is_exact else 1 / (paired.RESAMPLES + 1)
 
@@ -209,12 +203,10 @@ def _compute_minimum_detectable_difference(differences: np.ndarray, level: float
 
 @cache
 def _compute_minimum_detectable_effect_size(num_pairs: int, level: float) -> float:
-    """Return the minimum detectable difference of the paired t-test in units of the standard deviation."""
     return power.smallest_difference(1.0, num_pairs, level, POWER)
 
 
 def _collect_methods(runs: pd.DataFrame) -> list[Method]:
-    """Return the methods of one model and task with a finished run: Base first, then the others by name."""
     methods = []
     for name, chosen_runs in select_runs_by_method(runs[runs["usable"]]).items():
         method_runs = runs[runs["method"] == name]

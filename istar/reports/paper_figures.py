@@ -172,7 +172,6 @@ def build_layer_isotropy_plot(
 
 
 def _sort_by_layer(score_by_layer: Mapping[str, float | None]) -> list[float | None]:
-    """Return the scores of the layers from the embeddings to the last layer, without the score of their union."""
     return [score_by_layer[layer] for layer in sorted(filter(str.isdigit, score_by_layer), key=int)]
 
 
@@ -215,7 +214,6 @@ def _choose_isotropy_measure(
 
 
 def _format_range(counts: Collection[int]) -> str:
-    """Return the smallest and the largest number, such as "12 to 1,000", or a single number if they are equal."""
     smallest, largest = min(counts), max(counts)
     return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
 
@@ -336,12 +334,10 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
 
 
 def _get_single_layer(layers: Any) -> int | None:
-    """Return the only layer of a list of penalized layers, or None if the value is not a list of one layer."""
     return layers[0] if isinstance(layers, list) and len(layers) == 1 else None
 
 
 def _build_metric_line(runs: pd.DataFrame, x_column: str) -> Line:
-    """Return a line of the mean headline metric over seeds against the numbers in a column."""
     scores_by_x = runs["score"].groupby(runs[x_column].astype(float))
     counts, means = scores_by_x.size(), scores_by_x.mean()
     return Line(

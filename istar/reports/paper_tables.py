@@ -71,7 +71,6 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
 
 
 def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the rows of one model and task: one per metric and method, or one per method without finished runs."""
     base = next(cell for cell in cells if cell.family == "base")
     names = _get_names_in_paper(next((cell for cell in cells if cell.seeds), base))
     rows = []
@@ -93,7 +92,6 @@ def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _get_names_in_paper(cell: Cell) -> tuple[str, str]:
-    """Return the short name of a finished cell's model, and the name of its task; the cell's labels may be longer."""
     return shorten_model_name(str(cell.first_run.get("model.name"))), str(cell.first_run.get("task.name"))
 
 
@@ -177,7 +175,6 @@ def _format_table1_row(row: TableRow) -> list[Entry]:
 
 
 def _describe_unequal_tuning(row: TableRow) -> str:
-    """Return a remark if Base was chosen among more or fewer configurations than the method; empty if not."""
     num_configurations, num_base_configurations = row["configurations"], row["base_configurations"]
     is_unequal = num_configurations and num_base_configurations and num_configurations != num_base_configurations
     return f"Base is the best of {num_base_configurations}" if is_unequal else ""

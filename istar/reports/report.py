@@ -93,7 +93,6 @@ def write_report(root: Path, out: Path, console: Console | None = None, referenc
 
 
 def _count_runs(runs: Runs) -> list[tuple[str, str]]:
-    """Return the key figures of the page: numbers of runs with their labels."""
     counts = {"runs": len(runs.frame), **runs.frame["status"].value_counts()}
     counts |= {"collapsed": runs.frame["collapsed"].eq(True).sum(), "folders not read": len(runs.read_errors)}
     counts |= {"smoke runs not counted": runs.num_smoke}
@@ -118,7 +117,6 @@ def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSecti
     over_tasks = task_averages.build_over_tasks_sheet(compared_methods)
 
     def make_commands(artefact: str) -> list[str]:
-        """Return the commands of the sweep that makes the runs of a table or a figure; most have none."""
         sweep = sweep_commands.SWEEP_BY_ARTEFACT.get(artefact)
         return sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root)) if sweep else []
 
@@ -185,7 +183,6 @@ def _show_table(
 
 
 def _show_figure(plot: Plot, commands: Sequence[str]) -> ReportSection:
-    """Return the section of a plot, or with a note if it has no panels."""
     if not plot.panels:
         return ReportSection(Section(plot.name, plot.title, empty_note=_NO_RUN, commands=commands))
     content = Section(plot.name, plot.title, [plot.caption], commands=commands)

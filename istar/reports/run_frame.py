@@ -175,7 +175,6 @@ def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]
 
 
 def _can_hold_runs(folder_name: str) -> bool:
-    """Return whether a folder with this name can contain runs: neither hidden, nor a sweep's, nor a replaced run."""
     is_excluded = folder_name.startswith(".") or folder_name in _FOLDERS_WITHOUT_RUNS
     return not is_excluded and not _REPLACED_SUFFIX.search(folder_name)
 

@@ -162,7 +162,6 @@ def _make_main_sentence(row: Comparison, alpha: float) -> str:
 
 
 def _find_obstacle(row: Comparison, alpha: float) -> str:
-    """Return why the runs cannot be compared; empty if they can."""
     if row.obstacle:
         return row.obstacle
     if not row.has_equal_budgets:

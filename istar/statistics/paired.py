@@ -128,7 +128,6 @@ def t_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
 
 
 def _to_varied_differences(differences: ArrayLike) -> Vector:
-    """Return the differences as a vector; raise a `UserError` for fewer than two, or if all are equal."""
     values = to_finite_vector(differences, "paired differences", 2)
     check_not_constant(values, "paired differences")
     return values

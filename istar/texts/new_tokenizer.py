@@ -95,7 +95,6 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
 
 
 def _build_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
-    """Return a WordPiece tokenizer that treats texts as BERT's uncased tokenizer does."""
     tokenizer = Tokenizer(token_models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -123,7 +122,6 @@ def _is_punctuation(character: str) -> bool:
 
 
 def _skip_blank_texts(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts that are not blank; raise a `UserError` at the end if all are."""
     are_all_blank = True
     for text in texts:
         if text.strip():

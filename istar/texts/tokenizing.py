@@ -84,7 +84,6 @@ def _split_into_calls(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _split_text(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a text, and whether each is the last one."""
     if len(text) <= _TOKENIZER_CHARACTERS:
         yield text, True
         return

@@ -330,7 +330,6 @@ def _compute_covariance_measures(unbiased_score: float, centered_spectrum: Tenso
 
 
 def _fit_power_law(variances: Tensor) -> PowerLaw:
-    """Fit the power law of alpha-ReQ to variances `(d,)`; all NaN if there are too few, as in very small models."""
     first, num_positive = 11, int((variances > 0).sum())
     # The last variance is left out: layer normalization makes it a rounding error.
     last = min(100, len(variances) - 1, num_positive)

@@ -162,7 +162,6 @@ def _measures_the_same(
 def _open_stream(
     model: OpenedModel, texts: Sequence[Source], settings: MeasureSettings, out: Path, text_hashes: Mapping[str, str]
 ) -> Stream:
-    """Return the pass over the texts, which resumes from its state in the output folder."""
     if model.device.type == "cpu":
         keep_freed_memory()
     # The state also depends on the device, where sums have other rounding errors.
@@ -173,7 +172,6 @@ def _open_stream(
 
 
 def _measure_final_norm(norm: nn.Module | None, dim: int) -> dict[str, Any] | None:
-    """Return the summary of a final normalization's gain and bias; None without a gain."""
     if norm is None:
         return None
     with hold_weights(norm):
@@ -195,7 +193,6 @@ def _measure_embeddings(
 def _run_pass(
     stream: Stream, texts: Sequence[Source], model: OpenedModel, console: Console | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the result of `summarize_source` for each text, and for all of them together."""
     try:
         return stream(texts, lambda statistics: summarize_source(statistics, model.tokenizer), console)
     except NonFiniteError as error:

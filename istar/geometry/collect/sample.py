@@ -155,6 +155,5 @@ def _find_first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -
 
 
 def _compute_cosine_without_top(points: Tensor, num_dimensions: int) -> Tensor:
-    """Compute InterSim of points `(n, d)` without the `num_dimensions` dimensions that contribute most."""
     contributions = CosineContributions(points.shape[1]).update(points)
     return cosine_without_dimensions(points, contributions.top_dimensions(num_dimensions))

@@ -227,7 +227,6 @@ class Stream:
             raise UserError(f"{source.path}: {tokens} too few to measure; expected at least {MIN_TOKENS}")
 
     def _count_tokens(self, block: Block) -> int:
-        """Return the number of tokens of a block that the statistics include."""
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
     def _merge_ranks(self, source_index: int, statistics: CorpusStatistics, num_blocks_done: int) -> None:
@@ -296,7 +295,6 @@ class Stream:
         return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self.num_processes}")
 
     def _load_state(self, path: Path) -> dict[str, Any] | None:
-        """Return a saved state; None if it is missing or, with a warning, if it cannot be used."""
         try:
             return self._read_state(path) if self._saves_state and path.exists() else None
         except UserError as error:

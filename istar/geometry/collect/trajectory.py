@@ -126,7 +126,6 @@ def _measure_checkpoint(
 
 
 def _checkpoint_output(plan: TrajectoryPlan, checkpoint: Checkpoint) -> Output:
-    """Return the folder of a checkpoint's measures."""
     return Output(plan.out / checkpoint.folder, "checkpoint's measures")
 
 

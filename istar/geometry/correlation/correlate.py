@@ -124,12 +124,10 @@ def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: P
 
 
 def _find_checkpoints(rows: pd.DataFrame, names: Sequence[str]) -> pd.Series:
-    """Return whether each row is of a checkpoint with one of these revisions or steps."""
     return rows["revision"].isin(names) | rows["step"].isin([float(name) for name in names if name.isdecimal()])
 
 
 def _add_steps(scores: pd.DataFrame, measures: pd.DataFrame) -> pd.DataFrame:
-    """Return the scores of measured models at known steps; missing steps are taken from the measures."""
     scores = scores[scores["model"].isin(measures["model"].unique())]
     checkpoints = measures.drop_duplicates(["model", "revision"])[["model", "revision", "step"]]
     scores = scores.merge(checkpoints, on=["model", "revision"], how="left", suffixes=("", "_of_measures"))
@@ -138,7 +136,6 @@ def _add_steps(scores: pd.DataFrame, measures: pd.DataFrame) -> pd.DataFrame:
 
 
 def _list_names(names: pd.Series) -> str:
-    """Join the first three distinct names; an ellipsis replaces the others."""
     distinct = [str(name) or "no name" for name in names.unique()]
     return ", ".join(distinct[:3] or ["none"]) + (" ..." if len(distinct) > 3 else "")
 

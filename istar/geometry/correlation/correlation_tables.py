@@ -57,7 +57,6 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
 
 
 def _build_sheet(table: pd.DataFrame) -> Sheet:
-    """Return the table of correlations for the page, with a group for each task and model."""
     names = [name for name in (*STATISTICS, *(f"paper_{name}" for name in STATISTICS)) if name in table]
     rows: dict[str, list[list[Entry]]] = {}
     for row in table.to_dict("records"):
@@ -81,7 +80,6 @@ def _build_sheet(table: pd.DataFrame) -> Sheet:
 
 
 def _name_row(row: Mapping[Any, Any]) -> tuple[str, str]:
-    """Return the title of a row's measure and the name of its layer; measures of other programs keep their names."""
     titles = {measure.name: measure.title for measure in MEASURES}
     return titles.get(row["measure"], str(row["measure"])), str(row["layer"]).replace("_", " ")
 
@@ -191,7 +189,6 @@ def make_correlation_table(rows: pd.DataFrame) -> Table:
 
 
 def _format_with_interval(row: Mapping[Any, Any], name: str) -> str:
-    """Return a statistic of a row with its interval, if it has one; a dash if it is undefined."""
     if math.isnan(row[name]):
         return EMPTY_CELL
     interval = f"\n[{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]" if f"{name}_low" in row else ""

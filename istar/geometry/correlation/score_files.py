@@ -85,10 +85,6 @@ def _read_csv_scores(path: Path) -> pd.DataFrame:
 
 
 def _read_result_file(path: Path) -> list[Score]:
-    """Return the scores of a result file of lm-evaluation-harness or MTEB; none if it has another format.
-
-    Raises a `UserError` if the file cannot be read, or is not JSON.
-    """
     content = read_json(path)
     if not isinstance(content, dict):
         return []
@@ -205,7 +201,6 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
 
 
 def _complete_checkpoint_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with all `CHECKPOINT_COLUMNS`, short names of models, and steps as numbers."""
     table = table.assign(**{name: "" for name in CHECKPOINT_COLUMNS if name not in table})
     table["model"] = [shorten_model_name(name) for name in table["model"]]
     table["step"] = [

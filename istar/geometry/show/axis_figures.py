@@ -135,7 +135,6 @@ def plot_measures(axis: Axis, width: int) -> list[Plot]:
 
 
 def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None = None) -> list[Line]:
-    """Return the lines of a measure with 95% intervals, if it has errors; lines without a finite value are left out."""
     lines: list[Line] = []
     if name not in points:
         return lines
@@ -155,7 +154,6 @@ def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None =
 
 
 def _shorten_labels(names: Sequence[str]) -> list[str]:
-    """Shorten the names of texts to distinct, printable labels that fit in a legend."""
     labels: list[str] = []
     for name in names:
         label = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split()) or "text"
@@ -222,7 +220,6 @@ def _make_bars(label: str, values: Sequence[float]) -> Line:
 
 
 def _make_parameter_lines(trainings: Sequence[MeasuredTraining], layer: str, column: str) -> list[Line]:
-    """Return a line over the steps for each training that has a finite value of a matrix or the final normalization."""
     lines = [
         Line(training.label, tuple(map(float, training.steps)), tuple(training.values_by_step(layer, column)))
         for training in trainings

@@ -173,7 +173,6 @@ def have_same_tokens(first: MeasuredModel, other: MeasuredModel) -> bool:
 
 
 def _find_changed_token_settings(first: MeasuredModel, other: MeasuredModel) -> list[str]:
-    """Return the names of the settings that decide which tokens are measured and differ between two models."""
     first_settings, other_settings = (model.measurements.settings for model in (first, other))
     return [name for name in _TOKEN_SETTINGS if first_settings.get(name) != other_settings.get(name)]
 

@@ -167,7 +167,6 @@ def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> l
 
 
 def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Path:
-    """Write a page with its figures, tables and the further files `contents`, and return its path."""
     sheets = {sheet.name: sheet for sheet in _build_sheets(content)}
     over_training = " over training" if content.trainings else ""
     labels = content.labels
@@ -265,7 +264,6 @@ def _make_table_section(sheet: Sheet) -> Section:
 
 
 def _explain_missing_panels(plot: Plot) -> str:
-    """Return a sentence on why a figure, or some of its panels, are missing; empty if none is."""
     missing = ", ".join(model_figures.find_missing_measures(plot))
     if plot.panels and not missing:
         return ""
@@ -284,7 +282,6 @@ def _explain_page(content: PageContent) -> list[str]:
 
 
 def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return a paragraph on each measure of the models' layers and embedding matrices."""
     names = set().union(*(model.last_layer_measures for model in models))
     names |= set().union(*(forms["raw"] for model in models for forms in model.measurements.matrices.values()))
     return [
@@ -296,7 +293,6 @@ def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
 
 
 def _explain_intervals(content: PageContent) -> str:
-    """Return sentences on what the bands in figures and the ± in tables are."""
     if content.models and not any(model.has_errors for model in content.models):
         return str(TEXTS["reading"]["no_intervals"])
     groups = {model.num_groups for model in content.models} - {0} or {ASSUMED_GROUPS}

@@ -43,7 +43,6 @@ def _format_value(value: Any) -> str:
 
 
 def _make_entry(value: Any) -> Entry:
-    """Return a table cell: a text as it is, a sequence joined by commas, and a number as `number_entry` formats it."""
     if isinstance(value, Entry):
         return value
     if isinstance(value, str):
