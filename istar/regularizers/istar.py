@@ -126,10 +126,7 @@ class IStar(Penalty):
             return self._estimator.summarize(hidden_states, indices)
 
     def score(self, summaries: Sequence[Any]) -> Terms:
-        estimate = self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)
-        score = estimate.score
-        value = 1 - (score.clamp(max=1) if self._estimator.may_exceed_1 else score)
-        return Terms(value, score, estimate.points, estimate.zeta, sums=estimate.sums)
+        return self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)
 
 
 def check_zeta(zeta: float | str) -> None:
