@@ -126,18 +126,13 @@ def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
     return contents
 
 
-def page_output(out: Path, kind: PageKind) -> Output:
-    """Return the folder of a page of this kind."""
-    return Output(out, kind.noun)
-
-
 def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
     """Refuse a folder into which a page of this kind cannot be written; call this before any work.
 
     Raises:
         UserError: if the folder has foreign or edited files in the page's places, or is one of the `inputs`.
     """
-    page_output(out, kind).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
+    Output(out, kind.noun).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
 
 
 def write(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> Path:
@@ -150,5 +145,5 @@ def write(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> Path:
     """
     # The page itself is last, so that it never shows more than its files contain.
     files = dict(sorted(contents.items(), key=lambda item: item[0] == INDEX))
-    page_output(out, kind).write(files, is_complete=True)
+    Output(out, kind.noun).write(files, is_complete=True)
     return out / INDEX

@@ -215,12 +215,6 @@ def measure_word_similarity(
     return rows, notes
 
 
-def process_matrix(model: ModelArgument, side: Side, form: str, components: int | None) -> tuple[Matrix, Tensor]:
-    """Return a model's embedding matrix as it is stored, and in a form of `FORM_FUNCTIONS`."""
-    matrix = read_matrix(model.source, side)
-    return matrix, FORM_FUNCTIONS[form](matrix.values, components)
-
-
 def make_matrix_files(
     model: ModelArgument, matrix: Matrix, processed: Tensor, settings: dict[str, Any]
 ) -> dict[str, bytes]:

@@ -258,7 +258,7 @@ class Stream:
             device: TokenBatch.of(token_ids, positions, groups.repeat_interleave(num_tokens), device)
             for device in {origin.device for origin in self._origins.values()}
         }
-        rows = next(iter(tokens_by_device.values())).find_rows()
+        rows = next(iter(tokens_by_device.values())).order.argsort()  # of each token, in the order of the model's input
         states = self.taps.compute_states(inputs, masks, rows)
         for tap, tap_states in states.items():
             statistics.layers[tap].update(tap_states, tokens_by_device[tap_states.device])

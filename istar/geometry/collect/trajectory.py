@@ -60,7 +60,7 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
 
     Raises an `OtherModelError` if a checkpoint's folder contains the measures of another model.
     """
-    trajectory, output = Trajectory(), page_folder.page_output(plan.out, TRAINING_KIND)
+    trajectory, output = Trajectory(), Output(plan.out, TRAINING_KIND.noun)
     for position, checkpoint in enumerate(checkpoints, start=1):
         _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
         try:

@@ -19,6 +19,7 @@ from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet, make_markdown_table
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
+from istar.files.outputs import Output
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory_file
 from istar.geometry.collect.measures_file import Measurements, ModelName, t_quantile
@@ -93,7 +94,7 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents[CARD_FILE] = _make_card(label, measured).encode()
     # The measures, which may have taken hours, are saved before anything is drawn.
-    page_folder.page_output(out, MODEL_KIND).write(contents)
+    Output(out, MODEL_KIND.noun).write(contents)
     measures_file.discard_state(out)
     model = MeasuredModel(label, measured)
     return _write(PageContent(MODEL_KIND, [model], command=measured.command), out, contents)
