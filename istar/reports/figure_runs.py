@@ -15,10 +15,10 @@ from istar.reports.configurations import (
     describe_hyperparameters,
     find_best_group,
     hash_without,
-    is_finite,
     row_dicts,
 )
 from istar.runs.names import BASE_LABEL, axis_label
+from istar.statistics.arguments import is_finite
 
 _SYMBOLS = {"reg.lambda": "λ", "reg.zeta": "ζ", "reg.layers": "layer"}
 

@@ -18,12 +18,11 @@ from istar.reports.configurations import (
     by_model_and_task,
     find_best_group,
     have_same_inputs,
-    is_finite,
     row_dicts,
 )
 from istar.runs.names import BASE_LABEL, is_lower_better
 from istar.statistics import ALPHA, POWER, paired, power
-from istar.statistics.arguments import is_constant
+from istar.statistics.arguments import is_constant, is_finite
 from istar.statistics.conclusions import Comparison
 from istar.statistics.paired import Holm
 

@@ -25,11 +25,11 @@ from istar.reports.configurations import (
     describe_hyperparameters,
     find_differing_keys,
     have_same_inputs,
-    is_finite,
     row_dicts,
 )
 from istar.runs.labels import shorten_model_name
 from istar.runs.names import count_decimals, format_number, merit
+from istar.statistics.arguments import is_finite
 from istar.statistics.paired import compute_p_value
 
 TableRow = Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -48,16 +48,10 @@ _READING_GUIDE = (
 )
 
 
-@dataclass(frozen=True)
-class WrittenReport:
-    """The path of a written report's page, and its number of runs."""
-
-    page_path: Path
-    num_runs: int
-
-
-def write_report(root: Path, out: Path, console: Console | None = None, reference: str = BASE_LABEL) -> WrittenReport:
-    """Write the report of the runs below `root` to the folder `out`.
+def write_report(
+    root: Path, out: Path, console: Console | None = None, reference: str = BASE_LABEL
+) -> tuple[Path, int]:
+    """Write the report of the runs below `root` to the folder `out`; return the path of its page and how many they are.
 
     An earlier report in `out` is replaced, and other files stay as they are. `console` shows the progress if it is a
     terminal. The other methods are compared with `reference`, see `method_comparisons.compare_methods`.
@@ -89,7 +83,7 @@ def write_report(root: Path, out: Path, console: Console | None = None, referenc
         title = "Isotropy and fine-tuning: report"
         page = Page(title, subject_line, REPORT_KIND.generator, _count_runs(runs), drawn_sections)
         page_path = page_folder.write(out, page_folder.page_files(page, tables), REPORT_KIND)
-    return WrittenReport(page_path, len(runs.frame))
+    return page_path, len(runs.frame)
 
 
 def _count_runs(runs: Runs) -> list[tuple[str, str]]:

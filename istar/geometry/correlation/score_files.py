@@ -16,6 +16,7 @@ from istar.files.writing import unescape_cell
 from istar.models.hub import is_hub_id
 from istar.models.saved_checkpoints import step_from_name
 from istar.runs.labels import shorten_model_name
+from istar.statistics.arguments import is_finite
 from istar.texts.readers import iterate_csv
 
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]
@@ -122,7 +123,7 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
     for task, metrics in content["results"].items():
         for key, value in metrics.items():
             metric, _, filter_name = key.partition(",")
-            if metric.endswith("_stderr") or not _is_finite_number(value) or (has_filters and not filter_name):
+            if metric.endswith("_stderr") or not is_finite(value) or (has_filters and not filter_name):
                 continue
             standard_error = metrics.get(f"{metric}_stderr,{filter_name}" if has_filters else f"{metric}_stderr")
             yield Score(
@@ -130,7 +131,7 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
                 revision=revision,
                 task=f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}",
                 score=float(value),
-                standard_error=float(standard_error) if _is_finite_number(standard_error) else math.nan,
+                standard_error=float(standard_error) if is_finite(standard_error) else math.nan,
             )
 
 
@@ -153,15 +154,10 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
     for split, subsets in content["scores"].items():
         for subset in subsets if isinstance(subsets, list) else ():
             value: Any = subset.get("main_score") if isinstance(subset, dict) else None
-            if _is_finite_number(value):
+            if is_finite(value):
                 split_and_subset = (split if split != "test" else "", subset.get("hf_subset", "default"))
                 suffixes = [str(name) for name in split_and_subset if name not in ("", "default")]
                 yield Score(model, revision, " ".join([content["task_name"], *suffixes]), float(value))
-
-
-def _is_finite_number(value: object) -> bool:
-    """Return whether a value from a JSON file is a finite number; booleans are not numbers."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_checkpoint_table(path: Path) -> pd.DataFrame:
