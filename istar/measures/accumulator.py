@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 
+T = TypeVar("T")
 Merge = Literal["sum", "max", "min", "mean", "central", "equal", "custom"]
 """How the states of two accumulators become the state of all their points; see `Accumulator.add_state`."""
 
@@ -32,8 +33,8 @@ class Accumulator:
     _merges: Mapping[str, Merge] = MappingProxyType({})
     """How each state is merged, by name."""
 
-    def add_state(self, name: str, initial: Any, merge: Merge) -> None:
-        """Declare a state, and set the attribute with its name to the initial value.
+    def add_state(self, name: str, initial: T, merge: Merge) -> T:
+        """Declare a state, and return its initial value: `self.total = self.add_state("total", zeros, "sum")`.
 
         Args:
             name: name of the attribute.
@@ -43,7 +44,7 @@ class Accumulator:
                 "central" sum about this mean; "equal" to both, as settings are; or "custom", set by `merge_custom`.
         """
         self._merges = {**self._merges, name: merge}
-        setattr(self, name, initial)
+        return initial
 
     def recenter(self, mean: Tensor) -> dict[str, Tensor]:
         """Return the "central" states by name, as sums about a given mean instead of the mean of this accumulator."""

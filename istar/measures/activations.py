@@ -130,21 +130,15 @@ class TokenKurtosis(Accumulator):
         largest: largest kurtosis, 0-d.
     """
 
-    count: Tensor
-    constant: Tensor
-    total: Tensor
-    largest: Tensor
-    dim: int
-
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         if dim < 2:
             raise UserError(f"points have {dim} dimensions; expected at least 2, as one coordinate has no kurtosis")
         zero = zero_vector(1, device)[0]
-        self.add_state("dim", dim, "equal")
-        self.add_state("total", zero, "sum")
-        self.add_state("largest", torch.full_like(zero, -math.inf), "max")
-        self.add_state("count", torch.zeros_like(zero, dtype=torch.int64), "sum")
-        self.add_state("constant", torch.zeros_like(zero, dtype=torch.int64), "sum")
+        self.dim = self.add_state("dim", dim, "equal")
+        self.total = self.add_state("total", zero, "sum")
+        self.largest = self.add_state("largest", torch.full_like(zero, -math.inf), "max")
+        self.count = self.add_state("count", torch.zeros_like(zero, dtype=torch.int64), "sum")
+        self.constant = self.add_state("constant", torch.zeros_like(zero, dtype=torch.int64), "sum")
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
@@ -251,15 +245,6 @@ class MassiveActivations(Accumulator):
         largest: largest magnitude, 0-d.
     """
 
-    dim: int
-    capacity: int
-    minimum: float
-    ratio: float
-    bins: Tensor
-    values: Tensor
-    places: Tensor
-    largest: Tensor
-
     def __init__(
         self,
         dim: int,
@@ -273,12 +258,14 @@ class MassiveActivations(Accumulator):
             raise UserError(f"capacity is {capacity}; expected at least 1")
         if not (minimum >= 0 and ratio >= 0 and math.isfinite(minimum) and math.isfinite(ratio)):
             raise UserError(f"minimum is {minimum} and ratio is {ratio}; expected finite numbers of at least 0")
-        for name, setting in (("dim", dim), ("capacity", capacity), ("minimum", minimum), ("ratio", ratio)):
-            self.add_state(name, setting, "equal")
-        self.add_state("bins", zeros.new_zeros(_NUM_BINS, dtype=torch.int64), "sum")
-        self.add_state("values", zeros.new_zeros(0), "custom")
-        self.add_state("places", zeros.new_zeros(0, 3, dtype=torch.int64), "custom")
-        self.add_state("largest", zeros.new_zeros(()), "max")
+        self.dim = self.add_state("dim", dim, "equal")
+        self.capacity = self.add_state("capacity", capacity, "equal")
+        self.minimum = self.add_state("minimum", minimum, "equal")
+        self.ratio = self.add_state("ratio", ratio, "equal")
+        self.bins = self.add_state("bins", zeros.new_zeros(_NUM_BINS, dtype=torch.int64), "sum")
+        self.values = self.add_state("values", zeros.new_zeros(0), "custom")
+        self.places = self.add_state("places", zeros.new_zeros(0, 3, dtype=torch.int64), "custom")
+        self.largest = self.add_state("largest", zeros.new_zeros(()), "max")
 
     @torch.no_grad()
     def update(self, points: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Self:

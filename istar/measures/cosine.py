@@ -136,15 +136,11 @@ class AverageCosine(Accumulator):
         total: S, `(d,)`.
     """
 
-    count: Tensor
-    zeros: Tensor
-    total: Tensor
-
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         total = zero_vector(dim, device)
-        self.add_state("total", total, "sum")
-        self.add_state("count", total.new_zeros(()), "sum")
-        self.add_state("zeros", total.new_zeros(()), "sum")
+        self.total = self.add_state("total", total, "sum")
+        self.count = self.add_state("count", total.new_zeros(()), "sum")
+        self.zeros = self.add_state("zeros", total.new_zeros(()), "sum")
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:

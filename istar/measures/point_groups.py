@@ -161,16 +161,14 @@ class RowSums(Accumulator):
         row_of_group: row of each group, or -1, `(groups,)`, int64.
     """
 
-    dim: int
-    totals: Tensor
-    row_of_group: Tensor
-
     def __init__(self, groups: int, zero: Tensor) -> None:
         self._has_all_rows = groups * len(zero) * zero.element_size() <= _MAX_INITIAL_BYTES
         rows = torch.arange(groups, device=zero.device)
-        self.add_state("dim", len(zero), "equal")
-        self.add_state("totals", zero.new_zeros(groups if self._has_all_rows else 0, len(zero)), "custom")
-        self.add_state("row_of_group", rows if self._has_all_rows else torch.full_like(rows, -1), "custom")
+        self.dim = self.add_state("dim", len(zero), "equal")
+        self.totals = self.add_state("totals", zero.new_zeros(groups if self._has_all_rows else 0, len(zero)), "custom")
+        self.row_of_group = self.add_state(
+            "row_of_group", rows if self._has_all_rows else torch.full_like(rows, -1), "custom"
+        )
 
     def add(self, groups: Tensor, vectors: Tensor) -> None:
         """Add vectors `(n, d)` to the sums of their groups `(n,)`, int64."""
@@ -230,10 +228,6 @@ class GroupedPoints(Accumulator):
         norm_total: sum of the norms, `(groups,)`.
     """
 
-    count: Tensor
-    nonzero: Tensor
-    norm_total: Tensor
-
     def __init__(
         self, groups: int, dim: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -241,9 +235,9 @@ class GroupedPoints(Accumulator):
             raise UserError(f"there are {groups} groups; expected at least 1")
         zero = zero_vector(dim, device)
         self._unit_totals = RowSums(groups, zero if dtype is None else zero.to(dtype))
-        self.add_state("norm_total", zero.new_zeros(groups), "sum")
-        self.add_state("count", zero.new_zeros(groups, dtype=torch.int64), "sum")
-        self.add_state("nonzero", zero.new_zeros(groups, dtype=torch.int64), "sum")
+        self.norm_total = self.add_state("norm_total", zero.new_zeros(groups), "sum")
+        self.count = self.add_state("count", zero.new_zeros(groups, dtype=torch.int64), "sum")
+        self.nonzero = self.add_state("nonzero", zero.new_zeros(groups, dtype=torch.int64), "sum")
 
     @property
     def groups(self) -> int:

@@ -78,8 +78,6 @@ class Layer(Accumulator):
     settings. `types` contains norms and directions by token type, and `positions` by `log2_bins` of the position.
     """
 
-    power_sums: Tensor
-
     def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
         self.settings = settings or LayerSettings()
         # The same number in float32 and in float64, so that sums in both are about the same point.
@@ -91,7 +89,7 @@ class Layer(Accumulator):
         self.cosine = CosineContributions(dim, device)
         self.norms = Norms(dim, _NORM_EDGES, device)
         # Sums of the first to the fourth powers of the differences from the origin in each dimension, `(4, d)`.
-        self.add_state("power_sums", self._origin.new_zeros(4, dim), "sum")
+        self.power_sums = self.add_state("power_sums", self._origin.new_zeros(4, dim), "sum")
         # float32 halves the largest sums of a layer. It changes IntraSim by 3e-10, and the value of one type by 9e-8.
         self.types = GroupedPoints(vocabulary_size, dim, device, torch.float32) if vocabulary_size else None
         self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device)
