@@ -108,7 +108,6 @@ def _measure_models(
 def _compute_similarities(
     measured_models: Sequence[MeasuredModel], sources: Sequence["Source"], options: argparse.Namespace
 ) -> list["Similarity"]:
-    """Return the CKA between the layers of each pair of models over documents of the texts; [] without texts."""
     if not sources or not options.cka_documents:
         return []
     from istar.geometry.collect import similarity

@@ -83,7 +83,6 @@ def compare_with_base(folder: Path) -> list[MethodComparison]:
 
 
 def _make_spread_cells(differences: list[float], options: argparse.Namespace) -> tuple[str, str, str]:
-    """Return the table cells of a method: the standard deviation of its differences, its interval, and the answer."""
     if len(differences) < 2:
         return EMPTY_CELL, EMPTY_CELL, "needs 2 seeds"
     if is_constant(np.array(differences)):

@@ -227,7 +227,6 @@ def describe(plot: Plot) -> str:
 
 
 def _describe_line(line: Line, plot: Plot) -> str:
-    """Describe a line in words: by its first and last point, or a distribution by its range and its highest bin."""
     finite_points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
     if not finite_points:
         return f"{line.label} without a number"

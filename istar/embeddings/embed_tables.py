@@ -181,7 +181,6 @@ def _add_gains(scores: Mapping[str, float], raw_scores: Mapping[str, float]) -> 
 def _make_published_rows(
     names: Mapping[str, Any], measured: Mapping[str, float], published: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Return the row of published numbers and the row of measured minus published numbers, if any."""
     if not published:
         return []
     differences = {column: measured[column] - value for column, value in published.items()}
@@ -208,7 +207,6 @@ def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
 
 
 def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return a sentence on the correlation of norm and I(W), as in appendix C; none for fewer than three models."""
     raw_measures = [model.measures_by_form["raw"] for model in models]
     norms = [measures["average_norm"] for measures in raw_measures]
     isotropies = [measures["partition_isotropy_as_computed"] for measures in raw_measures]

@@ -256,7 +256,6 @@ class HiddenStateReader:
         return tokens
 
     def _register_call_hooks(self, model: nn.Module) -> list[Any]:
-        """Register hooks that store the arguments of the base model and all modules around it while they run."""
         handles: list[Any] = []
         for module in (part for part in model.modules() if self.base_model in part.modules()):
             begin_call = _UncompiledHook(partial(self._begin_call, read_argument_names(module)))

@@ -193,7 +193,6 @@ class PenaltyCallback(L.Callback):
 
 
 def _count_steps(trainer: L.Trainer, pl_module: L.LightningModule) -> int:
-    """Return the number of completed optimizer steps or, in manual optimization, of completed batches."""
     if pl_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop.batch_progress.total.completed

@@ -208,7 +208,6 @@ class PenaltyMixin(_TrainerBase):
         """
 
         def compute_total_loss(num_items_in_batch: Tensor | int | None) -> float:
-            """Return the task loss for a given number of items, summed over all processes."""
             loss: Any = super(PenaltyMixin, self).compute_loss(
                 model, dict(inputs), num_items_in_batch=num_items_in_batch
             )

@@ -177,7 +177,6 @@ class Accumulator:
 
 
 def _combine(own: Any, others: Any, kind: Merge) -> Any:
-    """Return the merged state of two accumulators, or the own state if it is not merged element by element."""
     if kind == "sum":
         return own + others
     if kind == "max":

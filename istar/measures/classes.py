@@ -140,11 +140,6 @@ def class_means_and_scatter(points: Tensor, labels: Tensor, num_classes: int) ->
 
 
 def _count_classes(labels: Tensor) -> int:
-    """Return the number of classes, one more than the largest of at least one label.
-
-    Raises:
-        UserError: if the labels are not integers of at least 0.
-    """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise UserError(f"labels are {labels.dtype}; expected the numbers of classes, integers of at least 0")
     smallest, largest = torch.stack(labels.aminmax()).tolist()

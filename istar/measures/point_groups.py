@@ -357,14 +357,7 @@ class GroupedPoints(Accumulator):
 
 
 def _average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
-    r"""Return the average cosine over the pairs of points of each group, `(groups,)`; NaN for fewer than 2 points.
-
-    With the sum S of the n unit vectors of a group, it is :math:`(\lVert S \rVert^2 - n) / (n (n - 1))`.
-
-    Args:
-        totals: sum of the unit vectors of each group, `(groups, d)`; only groups of at least 2 points are read.
-        counts: number of points of each group, `(groups,)`.
-    """
+    """Return InterSim of each group, `(groups,)`, from the sums of its unit vectors; NaN for fewer than 2 points."""
     averages = totals.new_full(counts.shape, torch.nan, dtype=accumulation_dtype(totals.device))
     for group_indices in (counts > 1).nonzero().squeeze(1).split(block_length(totals)):
         n = counts[group_indices].to(averages.dtype)

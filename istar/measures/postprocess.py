@@ -96,7 +96,6 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
         mean, top_directions = spectrum.origin, spectrum.vectors[:, :components]
 
         def remove_components(block: Tensor) -> Tensor:
-            """Center rows, and subtract their top principal components."""
             centered = block - mean
             return centered - (centered if variant == "corrected" else block) @ top_directions @ top_directions.T
 
@@ -109,7 +108,6 @@ def count_top_components(dim: int) -> int:
 
 
 def _transform_by_block(embeddings: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function to blocks of rows in float64, and return the results as a new matrix of the rows' dtype."""
     result = torch.empty_like(embeddings)
     for block, target in zip(split_rows(embeddings), split_rows(result), strict=True):
         target.copy_(transform(block.to(accumulation_dtype(embeddings.device))))

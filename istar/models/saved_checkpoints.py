@@ -189,7 +189,6 @@ def common_name(checkpoints: Sequence[Checkpoint]) -> str:
 
 
 def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequence[str]) -> dict[str, int | None]:
-    """Return the step of each checkpoint by its label; `steps` may name it by label, path or last part of the path."""
     aliases = {
         label: (label, path, Path(path).name, Path(path).stem) for label, path in zip(labels, paths, strict=True)
     }

@@ -243,7 +243,6 @@ def _select_curves(
 def _build_curve_panels(
     selections: Sequence[FigureRuns], y_by_folder: Mapping[str, Sequence[float | None]], y_label: str
 ) -> list[Panel]:
-    """Return a panel per selection: lines of means over seeds, with bands of one standard deviation."""
     panels = []
     for selection in selections:
         lines = []

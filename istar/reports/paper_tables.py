@@ -239,7 +239,6 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
 
 
 def _build_table2_average(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
-    """Return the row with the averages of lambda and zeta over the tasks of a model; none for fewer than two tasks."""
     rows = [row for row in rows if row["lambda"] is not None and row["zeta"] is not None]
     if len(rows) < 2:
         return []

@@ -161,8 +161,6 @@ _WRITERS: dict[str, Callable[[pd.DataFrame], bytes]] = {
 
 
 def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]:
-    """Yield the folders with a result or a config; add folders that cannot be listed to `read_errors`."""
-
     def record_error(error: OSError) -> None:
         read_errors[str(error.filename)] = f"{error.filename}: cannot be read: {error.strerror}"
 

@@ -65,7 +65,6 @@ def _build_learning_curve_panel(
 
 
 def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
-    """Return a line of the mean value at each index, with bands of one standard deviation; none if empty."""
     if values.empty:
         return []
     values_by_x = values.groupby(level=0)

@@ -57,7 +57,6 @@ class Comparison:
     obstacle: str = ""
 
     def __post_init__(self) -> None:
-        """Raise a `UserError` if a number is out of range, or the interval lacks the difference."""
         name = f"{self.method} on {self.task}"
         if self.p_value is not None and not 0 <= self.p_value <= 1:
             raise UserError(

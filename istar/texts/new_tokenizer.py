@@ -108,7 +108,6 @@ def _build_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
 
 
 def _find_most_frequent_characters(texts: Iterable[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
-    """Return the `limit` most frequent characters of the normalized texts except white space, sorted by code point."""
     counts: Counter[str] = Counter()
     for text in _skip_blank_texts(texts):
         counts.update(normalizer.normalize_str(text))

@@ -315,7 +315,6 @@ def _clear_rounding_errors(moments: FourthMoments, origin: Tensor) -> FourthMome
 
 
 def _compute_covariance_measures(unbiased_score: float, centered_spectrum: Tensor) -> dict[str, float]:
-    """Compute the measures of the covariance of points from their score and their centered singular values `(d,)`."""
     variances = centered_spectrum.square()
     return {
         "isoscore": float_or_nan(lambda: (participation_ratio(variances) - 1) / (len(variances) - 1)),

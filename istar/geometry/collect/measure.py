@@ -153,7 +153,6 @@ def measure_model(
 def _measures_the_same(
     other: Measurements, model: OpenedModel, settings: Mapping[str, Any], text_hashes: Mapping[str, str]
 ) -> bool:
-    """Return whether measurements are of a model's weights, dtype, settings and texts; paths of texts may differ."""
     if (other.identity, other.model["dtype"], other.text_hashes) != (model.identity, model.dtype, text_hashes):
         return False
     return {**other.settings, "texts": None} == {**settings, "texts": None}
@@ -182,7 +181,6 @@ def _measure_final_norm(norm: nn.Module | None, dim: int) -> dict[str, Any] | No
 def _measure_embeddings(
     model: OpenedModel, console: Console | None
 ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the results of `measure_rows` for the input embeddings and the untied output embeddings, by side."""
     weight = read_parameter(model.encoder.get_input_embeddings(), "weight")
     embeddings = {"input": measure_rows(weight, "input", console)}
     if model.output_matrix is not None:

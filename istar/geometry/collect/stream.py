@@ -205,7 +205,6 @@ class Stream:
             start += len(window)
 
     def _split_into_batches(self, blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
-        """Yield consecutive blocks in batches; `block_length` returns the number of tokens of a block."""
         return split_into_batches(
             blocks, block_length, self.taps.device, self.settings.batch_tokens, has_padding=not self._sees_padding
         )

@@ -101,7 +101,6 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
 
 
 def _make_card(label: str, measured: Measurements) -> str:
-    """Return a section with the main measures of each layer over all texts together, and how they were measured."""
     measures_by_tap, settings = measured.all_texts, measured.settings
     names = [name for name in HEADERS if any(name in measures for measures in measures_by_tap.values())]
     rows = [
@@ -234,7 +233,6 @@ def _make_plots(content: PageContent) -> list[Plot]:
 
 
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path) -> list[Section]:
-    """Return the sections of a page: the main tables, each figure with the table of its name, and the other tables."""
     remaining = dict(sheets)
     described_models = list_last_checkpoints(content.trainings) if content.trainings else content.models
     sections = [
@@ -302,7 +300,6 @@ def _explain_intervals(content: PageContent) -> str:
 
 
 def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return sentences on how the errors of differences from the first model are computed, or why there are none."""
     first, *others = models
     labels_by_method: dict[str, list[str]] = {}
     sentences = []

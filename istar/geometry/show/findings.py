@@ -89,7 +89,6 @@ def _find_falls(measured: Measurements) -> dict[str, float]:
 
 
 def _compare_first_tokens(measured: Measurements) -> dict[str, float]:
-    """Return the average norm of the tokens at position 0 divided by the average norm of the others, by layer."""
     ratios = {}
     for layer, bins in measured.by_position.get(measured.combined_key, {}).items():
         other_tokens = sum(bins["tokens"][1:])
