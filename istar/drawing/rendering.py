@@ -18,7 +18,6 @@ from istar.drawing.panel_drawing import INK, PAPER, assign_line_styles, draw_pan
 from istar.drawing.plot import NARROW, Plot, compute_identifier
 
 PNG_DPI = 300
-"""Dots per inch of PNG files."""
 _POINTS_PER_INCH = 72
 _NARROW_WIDTH = 4.0
 """Width in inches of a figure for a phone."""

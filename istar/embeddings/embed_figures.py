@@ -26,11 +26,8 @@ _ROUNDING = 1e-6
 _SPHERE_POINTS, _SPHERE_SHIFTS = 500, (0.0, 1.0, 2.0)
 """Number of points on the spheres of Figure 2, and the distances of their centers from the origin."""
 _DENSITY_POINTS = 200
-"""Number of points at which a density is computed."""
 _MAX_RANK_POINTS = 200
-"""Largest number of points of a line over ranks."""
 _RANK_BINS = 30
-"""Largest number of bins in the plot of norms by rank of frequency."""
 
 
 def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> list[Plot]:

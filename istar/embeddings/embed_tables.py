@@ -51,7 +51,6 @@ _NORM_MEASURES = {
 """Measure of each other column of Table 1."""
 _SCORES = ("cosine", "inner_product")
 _TABLE_TEXTS = read_page_texts("istar.embeddings")["tables"]
-"""Title, caption and reason for absence of each table, by its name."""
 _HEADERS = {
     "isotropy_raw": "I(W)\nraw",
     "isotropy_centered": "I(W)\ncentered",
@@ -63,7 +62,6 @@ _HEADERS = {
     "cosine_gain": "cosine\nminus raw",
     "inner_product_gain": "product\nminus raw",
 }
-"""Readable headers of columns, by their names in the CSV files."""
 
 
 def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:

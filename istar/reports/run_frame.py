@@ -157,7 +157,6 @@ _WRITERS: dict[str, Callable[[pd.DataFrame], bytes]] = {
     ".parquet": lambda frame: frame.to_parquet(index=False),
     ".json": lambda frame: frame.to_json(orient="records", indent=2).encode(),
 }
-"""Functions that encode a data frame, by the suffix of the file."""
 
 
 def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]:

@@ -13,7 +13,6 @@ from istar.runs.names import format_difference, is_lower_better
 from istar.statistics.over_tasks import t_interval_over_tasks
 
 MIN_TASKS = 3
-"""Minimum number of tasks for averages."""
 
 
 def build_over_tasks_sheet(compared_methods: ComparedMethods) -> Sheet:

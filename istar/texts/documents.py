@@ -168,4 +168,3 @@ def _iterate_lines(path: Path) -> Iterator[str]:
 
 
 _TEXT_SUFFIXES = ("", ".txt", ".text", ".md", ".raw", ".tokens")
-"""Suffixes of plain text."""

@@ -29,7 +29,6 @@ STATISTICS: dict[str, Any] = {
 MIN_POINTS = 3
 """Smallest number of common points for a correlation; two points always lie on a line."""
 NUM_RESAMPLES = 2_000
-"""Number of bootstrap resamples."""
 GROUP_COLUMNS = ["model", "source", "layer", "measure", "task"]
 """Columns that identify a row of the table of correlations."""
 

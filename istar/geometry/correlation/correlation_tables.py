@@ -27,7 +27,6 @@ from istar.runs.names import COMBINED, FINAL_NORM
 
 CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
 _MAX_FIGURES = 6
-"""Most figures of a measure against the scores."""
 _LAYER_MEASURES = ("isoscore", "inter_sim", "intra_sim")
 """Measures of the last layer in the table, if the user has selected no measures."""
 _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_both")

@@ -16,7 +16,6 @@ from istar.measures.catalogue import MEASURES, Measure
 from istar.runs.names import FINAL_NORM
 
 MAX_LINES = 5
-"""Most lines at the beginning of a page."""
 _TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension, IsoScore and the ranks are clearly too low."""
 _SMALLEST = 1e-3
