@@ -19,14 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
+from istar.hidden_states import model_layers
 from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names
-from istar.hidden_states.model_layers import (
-    ModelLayers,
-    find_final_norm,
-    find_head_model,
-    find_layers,
-    layers_from_modules,
-)
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
 Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
@@ -65,7 +59,7 @@ def _load_compiler_option() -> None:
         _UncompiledHook.__call__ = torch.compiler.disable(call, reason=reason)  # type: ignore[method-assign]
 
 
-def choose_penalized_states(layers: ModelLayers, selected: Layers) -> list[int]:
+def choose_penalized_states(layers: model_layers.ModelLayers, selected: Layers) -> list[int]:
     """Return the numbers of the states that a penalty on the selected layers reads, ascending.
 
     The published code penalizes the hidden states that transformers returns. In the place of layer L, these have the
@@ -132,10 +126,12 @@ class HiddenStateReader:
         include_padding: bool = False,
         draw_sample: Callable[[], PointSample | None] = lambda: None,
     ) -> None:
-        self.layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
+        self.layers = (
+            model_layers.find_layers(model) if modules is None else model_layers.layers_from_modules(model, modules)
+        )
         self.base_model = self.layers.base_model
-        self.head_model = find_head_model(model) if modules is None else self.base_model
-        self.norm = find_final_norm(self.base_model) if layers is None and modules is None else None
+        self.head_model = model_layers.find_head_model(model) if modules is None else self.base_model
+        self.norm = model_layers.find_final_norm(self.base_model) if layers is None and modules is None else None
         self._replaces_last = layers is not None and self.layers.ends_with_output
         if layers is None:
             has_norm = self.norm is not None

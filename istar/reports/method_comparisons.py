@@ -12,14 +12,7 @@ import numpy as np
 import pandas as pd
 
 from istar.errors import UserError
-from istar.reports.configurations import (
-    HELD_OUT,
-    VALIDATION,
-    by_model_and_task,
-    find_best_group,
-    have_same_inputs,
-    row_dicts,
-)
+from istar.reports import configurations
 from istar.runs.names import BASE_LABEL, is_lower_better
 from istar.statistics import ALPHA, POWER, paired, power
 from istar.statistics.arguments import is_constant, is_finite
@@ -59,7 +52,7 @@ class Method:
     @property
     def num_candidates(self) -> int:
         """Number of configurations compared by the reported scores; 1 if the choice was made on other data."""
-        return self.num_configurations if self.selection_set == VALIDATION else 1
+        return self.num_configurations if self.selection_set == configurations.VALIDATION else 1
 
     def count_collapsed(self, seeds: Sequence[int]) -> int:
         """Return how many of the runs with these seeds have constant predictions."""
@@ -106,7 +99,7 @@ def compare_methods(all_runs: pd.DataFrame, reference: str = BASE_LABEL) -> Comp
     Raises:
         UserError: if no method has the name of the reference, or several of a model and task have it.
     """
-    methods = [method for runs in by_model_and_task(all_runs) for method in _collect_methods(runs)]
+    methods = [method for runs in configurations.by_model_and_task(all_runs) for method in _collect_methods(runs)]
     reference_by_task = _find_references(methods, reference)
     comparisons = [
         _compare_with_reference(method, reference_method, reference)
@@ -159,7 +152,7 @@ def _adjust_p_values(comparisons: list[MethodComparison]) -> tuple[list[MethodCo
 
 def _compare_with_reference(method: Method, reference: Method | None, reference_name: str) -> MethodComparison:
     scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
-    has_same_inputs = reference is None or have_same_inputs(method.runs, reference.runs)
+    has_same_inputs = reference is None or configurations.have_same_inputs(method.runs, reference.runs)
     seeds = sorted(scores.keys() & reference_scores.keys()) if has_same_inputs else []
     difference_by_seed = {seed: scores[seed] - reference_scores[seed] for seed in seeds}
     differences = np.array(list(difference_by_seed.values()))
@@ -212,7 +205,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
         finished_runs = method_runs[method_runs["usable"]]
         first_run = chosen_runs.iloc[0]
         # If only some of the configurations have held-out data, the choice among all of them uses the reported set.
-        is_held_out = finished_runs["chosen_on"].eq(HELD_OUT).all()
+        is_held_out = finished_runs["chosen_on"].eq(configurations.HELD_OUT).all()
         methods.append(
             Method(
                 model=str(first_run["model"]),
@@ -223,7 +216,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 runs=chosen_runs,
                 trial_limits=_list_trial_limits(method_runs),
                 num_configurations=int(finished_runs["configuration"].nunique()),
-                selection_set=HELD_OUT if is_held_out else VALIDATION,
+                selection_set=configurations.HELD_OUT if is_held_out else configurations.VALIDATION,
             )
         )
     return methods
@@ -236,7 +229,9 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     from `configurations.add_selection_columns`.
     """
     runs_by_method = {
-        str(name): method_runs[method_runs["configuration"] == find_best_group(method_runs, "configuration")]
+        str(name): method_runs[
+            method_runs["configuration"] == configurations.find_best_group(method_runs, "configuration")
+        ]
         for name, method_runs in runs.groupby("method")
     }
     ordered_names = sorted(runs_by_method, key=lambda name: (name != BASE_LABEL, name))
@@ -251,7 +246,7 @@ def _list_trial_limits(runs: pd.DataFrame) -> list[str]:
     trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("configuration")
     limits = trials.reindex(columns=sorted({*_LIMIT_KEYS, *_LIMIT_KEYS_WITH_STEPS})).astype(object)
     trial_limits = []
-    for run in row_dicts(limits.where(limits.notna(), None)):
+    for run in configurations.row_dicts(limits.where(limits.notna(), None)):
         # A number of steps replaces the number of epochs as the limit.
         has_max_steps = is_finite(run["trainer.max_steps"]) and run["trainer.max_steps"] > 0
         trial_limits.append(str([run[key] for key in (_LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS)]))
