@@ -180,10 +180,7 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _hide_rounding_errors(axes: Axes, ys: Sequence[float]) -> None:
-    """Widen the limits of a linear y axis to a tenth of the values on either side if these differ only by rounding.
-
-    Limits that are wide already, for example because of intervals or a reference line, stay as they are.
-    """
+    """Widen the limits of a linear y axis to a tenth of the values on either side if these differ only by rounding."""
     low, high = axes.get_ylim()
     size = max(map(abs, ys), default=0.0)
     if size > 0 and axes.get_yscale() == "linear" and high - low <= 2 * _ROUNDING * size:

@@ -171,10 +171,7 @@ def _get_only_label(lines: Sequence[Line]) -> str:
 
 
 def _make_density_lines(norms_by_label: dict[str, np.ndarray]) -> list[Line]:
-    """Return lines with the densities of norms; skip norms that are all equal or fewer than 2.
-
-    A density ends three bandwidths beyond the smallest and the largest norm, but not below 0.
-    """
+    """Return lines with the densities of norms; skip norms that are all equal or fewer than 2."""
     lines = []
     for label, norms in norms_by_label.items():
         if len(norms) >= 2 and not is_constant(norms):

@@ -199,10 +199,7 @@ def _count_steps(trainer: L.Trainer, pl_module: L.LightningModule) -> int:
 
 
 def _measure_progress(trainer: L.Trainer, step: int) -> tuple[int, int]:
-    """Return the numbers of completed and of all steps of the training, by the limit that ends it first.
-
-    Raises a `UserError` if neither epochs nor `max_steps` limit the training.
-    """
+    """Return the numbers of completed and of all steps of the training, by the limit that ends it first."""
     limits = [(trainer.global_step, trainer.max_steps)] if trainer.max_steps != -1 else []
     if trainer.num_training_batches != math.inf and trainer.max_epochs not in (None, -1):
         accumulation = [trainer.accumulate_grad_batches] * trainer.max_epochs

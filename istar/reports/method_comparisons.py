@@ -183,10 +183,7 @@ def _compute_minimum_p(num_pairs: int) -> float:
 
 
 def _compute_minimum_detectable_difference(differences: np.ndarray, level: float) -> float | None:
-    """Return the minimum detectable difference of the paired t-test at a level, with the power `POWER`.
-
-    It is None if all differences are equal, or too few for a p-value of the sign-flip test below the level.
-    """
+    """Return the minimum detectable difference of the paired t-test at a level, with the power `POWER`."""
     num_pairs = len(differences)
     if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs) >= level:
         return None

@@ -186,10 +186,7 @@ def _get_isoscore_stars(geometry_by_folder: Mapping[str, Geometry]) -> dict[str,
 def _choose_isotropy_measure(
     selections: Sequence[FigureRuns], geometry_by_folder: Mapping[str, Geometry]
 ) -> tuple[str, str]:
-    """Return the isotropy measure of a figure, and the reason for its caption.
-
-    It is IsoScore* if all runs of the figure have it with the paper's zeta, and IsoScore otherwise.
-    """
+    """Return the isotropy measure of a figure, and the reason for its caption."""
     zeta, tokens = paper.ISOSCORE_ZETA, "all tokens of the validation set"
     folders = {folder for selection in selections for folder in selection.folders}
     stars = _get_isoscore_stars(geometry_by_folder)

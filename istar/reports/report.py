@@ -157,10 +157,7 @@ def _show_table(
     empty_note: str = _NO_RUN,
     is_wide: bool = False,
 ) -> ReportSection:
-    """Return the section of a table, with a guide after its caption, and a plot below it.
-
-    A section without paragraphs, rows or panels has the note instead.
-    """
+    """Return the section of a table, with a guide after its caption, and a plot below it."""
     has_plot = plot is not None and bool(plot.panels)
     # The caption of a table is folded if it is long, and includes the caption of its figure.
     captions = [sheet.caption, guide, plot.caption if plot is not None and has_plot else ""]

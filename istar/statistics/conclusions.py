@@ -207,10 +207,7 @@ def summary(rows: Iterable[Comparison], alpha: float = ALPHA) -> str:
 
 
 def _format_number(value: float, sign: str = "") -> str:
-    """Format a number with two decimals, a large one with none, and a small one with two significant digits.
-
-    With the `sign` +, positive numbers have a plus sign.
-    """
+    """Format a number with two decimals, a large one with none, and a small one with two significant digits."""
     sign = sign if value > 0 else ""
     if abs(value) >= 1000:
         return f"{value:{sign}.0f}"

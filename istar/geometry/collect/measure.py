@@ -368,10 +368,7 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
 
 
 def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
-    """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512.
-
-    Raises a `UserError` if the length is greater than the model's longest input.
-    """
+    """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512."""
     max_length = find_max_input_length(model.config)
     if max_length is not None and settings.length > max_length:
         raise UserError(f"--length {settings.length} is too long; the model takes at most {max_length} tokens")

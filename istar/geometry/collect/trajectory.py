@@ -107,10 +107,7 @@ def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
 def _measure_checkpoint(
     checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Trajectory, console: Console
 ) -> Measurements:
-    """Return a checkpoint's measurements, written to its folder, with a warning if an earlier one has the same weights.
-
-    Measurements that the folder already has, or that are of the same model, are not taken again.
-    """
+    """Return a checkpoint's measurements, written to its folder, with a warning if an earlier one has the same weights."""
     output = _checkpoint_output(plan, checkpoint)
     with _prepare_source(checkpoint, output) as source:
         measured = measure.measure_model(

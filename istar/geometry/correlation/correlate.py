@@ -110,10 +110,7 @@ def correlate(
 
 
 def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: Path) -> pd.DataFrame:
-    """Return the rows with one of the names in a column, alone or before further words; all rows without names.
-
-    Raises a `UserError` if the file does not have a name.
-    """
+    """Return the rows with one of the names in a column, alone or before further words; all rows without names."""
     is_selected = pd.Series(not names, rows.index)
     for name in names:
         has_name = rows[column].add(" ").str.startswith(f"{name} ")

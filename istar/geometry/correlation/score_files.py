@@ -232,10 +232,7 @@ def to_long_format(table: pd.DataFrame, key_columns: Sequence[str], name: str, v
 
 
 def _to_numbers(long_table: pd.DataFrame, name: str, value: str) -> pd.DataFrame:
-    """Return a table in long format with `value` as numbers, without the rows that lack one.
-
-    Raises a `UserError` if a cell is not a number, or a checkpoint has two numbers for the same `name`.
-    """
+    """Return a table in long format with `value` as numbers, without the rows that lack one."""
     numbers = [
         _parse_cell(text, f"{location}: {label}")
         for location, label, text in zip(long_table.index, long_table[name], long_table[value], strict=True)
