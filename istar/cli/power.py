@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _make_spread_table(options: argparse.Namespace) -> Table:
-    """Return a table of the standard deviation of each method's differences from Base, with the answer to the question."""
+    """Return a table of the spread of each method's differences from Base, with the answer to the question."""
     comparisons = compare_with_base(options.runs)
     if options.difference is not None:
         answer_header = f"seeds for a\ndifference of {options.difference:g}"

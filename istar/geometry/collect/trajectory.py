@@ -107,7 +107,7 @@ def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
 def _measure_checkpoint(
     checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Trajectory, console: Console
 ) -> Measurements:
-    """Return a checkpoint's measurements, written to its folder, with a warning if an earlier one has the same weights."""
+    """Return a checkpoint's measurements, written to its folder; warn if an earlier one has the same weights."""
     output = _checkpoint_output(plan, checkpoint)
     with _prepare_source(checkpoint, output) as source:
         measured = measure.measure_model(
