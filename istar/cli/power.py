@@ -64,10 +64,7 @@ def _make_spread_table(options: argparse.Namespace) -> Table:
 
 
 def compare_with_base(folder: Path) -> list[MethodComparison]:
-    """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder.
-
-    Raises a `UserError` if `folder` is not a folder, or lacks such a comparison.
-    """
+    """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder."""
     compared_methods = compare_methods(add_selection_columns(read_runs(folder, keep_records=True)))
     comparisons = [comparison for comparison in compared_methods.comparisons if comparison.difference_by_seed]
     if not comparisons:

@@ -31,10 +31,7 @@ _RANK_BINS = 30
 
 
 def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> list[Plot]:
-    """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency.
-
-    `words` has the frequencies of the texts' words; it is empty without texts.
-    """
+    """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency."""
     return [
         make_projection_plot(models),
         make_singular_value_plot(models),

@@ -65,10 +65,7 @@ _HEADERS = {
 
 
 def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
-    """Return Table 1 of *Too Much in Common*: isotropy and norms of the embedding matrix of each model.
-
-    A model has rows of measured numbers and, if it is in the paper, of published numbers and differences.
-    """
+    """Return Table 1 of *Too Much in Common*: isotropy and norms of the embedding matrix of each model."""
     rows: list[dict[str, Any]] = []
     for model in models:
         measures = model.measures_by_form
@@ -148,10 +145,7 @@ def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
 
 
 def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
-    """Return the table of how many of the most frequent words or tokens make up given shares of the texts.
-
-    The last row has the numbers of section 2.2 of *Too Much in Common*.
-    """
+    """Return the table of how many of the most frequent words or tokens make up given shares of the texts."""
     rows: list[dict[str, Any]] = []
     tables = {"words": words, **{f"tokens of {model.label}": model.token_frequencies for model in models}}
     for unit, table in tables.items():

@@ -23,10 +23,7 @@ BIN_SIZE = 1_000
 
 
 def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
-    """Count how often each token occurs in texts, `(rows,)`; the special tokens around a text are not counted.
-
-    Raises a `UserError` if a file cannot be read, or the texts lack tokens.
-    """
+    """Count how often each token occurs in texts, `(rows,)`; the special tokens around a text are not counted."""
     counts = np.zeros(rows, dtype=np.int64)
     for source in texts:
         for part in tokenize_parts(source.read_documents(), tokenizer):

@@ -64,10 +64,7 @@ def build_minibatch_stability_plot() -> Plot:
 
 
 def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
-    """Return the paper's Figure 3: isotropy against the headline metric, with a point for each lambda of I-STAR.
-
-    The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
-    """
+    """Return the paper's Figure 3: isotropy against the headline metric, with a point for each lambda of I-STAR."""
     selections = [
         select_by_lambda(runs, istar_runs)
         for runs in split_by_task(all_runs)
@@ -99,10 +96,7 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
 
 
 def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
-    """Return the paper's Figure 4: mean activation of each dimension of the last layer, for Base and CosReg.
-
-    It shows the runs that have an entry in `geometry_by_folder`.
-    """
+    """Return the paper's Figure 4: mean activation of each dimension of the last layer, for Base and CosReg."""
     activations_by_folder = {folder: geometry["mean_activation"] for folder, geometry in geometry_by_folder.items()}
     selections = _select_curves(all_runs, activations_by_folder, "cosreg", "last", (-1, 1))
     caption = ""
@@ -126,10 +120,7 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
 
 
 def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
-    """Return the paper's Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR.
-
-    It shows the runs that have an entry in `geometry_by_folder`.
-    """
+    """Return the paper's Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR."""
     dimensions_by_folder = {folder: geometry["two_nn"] for folder, geometry in geometry_by_folder.items()}
     selections = _select_curves(all_runs, dimensions_by_folder, "istar", "all", (-5, -3, 3, 5))
     return Plot(
@@ -146,10 +137,7 @@ def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: M
 def build_layer_isotropy_plot(
     all_runs: pd.DataFrame, records: Mapping[str, RunRecord], geometry_by_folder: Mapping[str, Geometry]
 ) -> Plot:
-    """Return the paper's Figure 6: isotropy by layer, for Base and I-STAR, of the runs that measured IsoScore.
-
-    The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
-    """
+    """Return the paper's Figure 6: isotropy by layer, for Base and I-STAR, of the runs that measured IsoScore."""
     isotropy_by_folder = {
         folder: isoscores
         for folder in all_runs[all_runs["usable"]]["folder"]
@@ -296,10 +284,7 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
 
 
 def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
-    """Return the paper's Figure 8: the headline metric against the single layer that I-STAR penalizes.
-
-    A dashed line shows the metric with I-STAR on all layers.
-    """
+    """Return the paper's Figure 8: the headline metric against the single layer that I-STAR penalizes."""
     panels = []
     for runs in split_by_task(all_runs):
         istar_runs = runs[runs["has_fixed_zeta"]]

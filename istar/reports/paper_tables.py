@@ -37,10 +37,7 @@ TableRow = Mapping[str, Any]
 
 
 def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
-    """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base.
-
-    Methods of the paper that were not tried on a task have no row.
-    """
+    """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base."""
     rows: list[dict[str, Any]] = []
     tasks_by_settings: dict[str, list[str]] = {}
     for (model, task), task_cells in groupby(cells, key=lambda cell: (cell.model, cell.task)):
@@ -181,11 +178,7 @@ def _describe_unequal_tuning(row: TableRow) -> str:
 
 
 def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
-    """Return Table 2: the best lambda and zeta of I-STAR by model and task, compared with the paper's.
-
-    The pairs belong to the runs in Table 1. A model with several tasks also has a row with their average, like the
-    paper's column.
-    """
+    """Return Table 2: the best lambda and zeta of I-STAR by model and task, compared with the paper's."""
     rows: list[dict[str, Any]] = []
     istar_cells = [cell for cell in cells if cell.family == "istar" and cell.seeds]
     for _, model_cells in groupby(istar_cells, key=lambda cell: cell.model):

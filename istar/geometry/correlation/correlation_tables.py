@@ -34,10 +34,7 @@ _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_bot
 
 
 def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -> list[Path]:
-    """Write all correlations and the page of the `table` of `make_paper_table`, and return the paths of both.
-
-    Raises a `UserError` as `istar.files.outputs.Output.write` does.
-    """
+    """Write all correlations and the page of the `table` of `make_paper_table`, and return the paths of both."""
     sheet = _build_sheet(table)
     plots = [*plot_points(results.points, table), *([plot_scores(results.scores)] if len(results.scores) else [])]
     sections = [Section("correlations", sheet.title, sheet=sheet)]

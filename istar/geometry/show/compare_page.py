@@ -123,11 +123,7 @@ def _make_card(label: str, measured: Measurements) -> str:
 def write_comparison(
     models: Sequence[MeasuredModel], out: Path, similarities: Sequence["Similarity"] = (), command: str = ""
 ) -> Path:
-    """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
-
-    Differences are from the first model. An earlier result in the folder is replaced. Raises a `UserError` as
-    `istar.drawing.page_folder.write` does.
-    """
+    """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path."""
     notes = compare.describe_other_settings(models)
     content = PageContent(COMPARISON_KIND, models, command=command, similarities=similarities, notes=notes)
     frame = pd.DataFrame(compare.make_layer_rows(models))
@@ -144,10 +140,7 @@ def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], meas
 
 
 def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
-    """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path.
-
-    Raises a `UserError` as `istar.drawing.page_folder.write` does.
-    """
+    """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path."""
     notes = describe_other_training_settings(trainings)
     if without_folder := [training.label for training in trainings if not training.checkpoints]:
         note = TEXTS["reading"]["assumed_groups"]
