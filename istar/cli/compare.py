@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
     model_arguments = saved_checkpoints.parse_models(options.models)
     if len(model_arguments) < 2:
         raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
-    if any(compare.has_trajectory(argument) for argument in model_arguments):
+    if any(Path(argument.name, measures_file.TRAJECTORY_FILE).is_file() for argument in model_arguments):
         _compare_trajectories(options, model_arguments)
         return
     sources = _parse_texts(options.text)
@@ -84,15 +84,14 @@ def _measure_models(
 ) -> list[MeasuredModel]:
     """Return the measures of all models; unmeasured models are measured into the folder `models` in `--out`."""
     file_name, folder = measures_file.JSON_FILE, options.out / "models"
-    new_models = {model: folder / model.default_label for model in model_arguments if not compare.is_measured(model)}
+    measured_paths = {model: Path(model.name, file_name) for model in model_arguments}
+    new_models = {model: folder / model.default_label for model, path in measured_paths.items() if not path.is_file()}
     if new_models and not sources:
         name = next(iter(new_models)).name
         raise UserError(f"{name} holds no {file_name}; give a folder of istar measure, or --text to measure it")
     saved_checkpoints.check_distinct_labels([model.default_label for model in new_models])
     measured = {
-        model: measures_file.read_measurement(Path(model.name) / file_name)
-        for model in model_arguments
-        if model not in new_models
+        model: measures_file.read_measurement(path) for model, path in measured_paths.items() if model not in new_models
     }
     models = [measured[model].model if model in measured else vars(model) for model in model_arguments]
     compare.choose_labels(model_arguments, list(map(compare.name_model, models)))  # refuses labels that collide

@@ -123,7 +123,7 @@ def _make_card(label: str, measured: Measurements) -> str:
 def write_comparison(
     models: Sequence[MeasuredModel], out: Path, similarities: Sequence["Similarity"] = (), command: str = ""
 ) -> Path:
-    """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path."""
+    """Write the page that compares models, with its figures, tables and `comparison.csv`, and return its path."""
     notes = compare.describe_other_settings(models)
     content = PageContent(COMPARISON_KIND, models, command=command, similarities=similarities, notes=notes)
     frame = pd.DataFrame(compare.make_layer_rows(models))
