@@ -14,6 +14,7 @@ from istar.geometry.collect import measures_file
 from istar.geometry.show import compare, compare_page, measured_training, model_tables, terminal_tables
 from istar.geometry.show.compare import MeasuredModel
 from istar.models import saved_checkpoints
+from istar.models.model_source import ModelSource
 from istar.models.saved_checkpoints import ModelArgument
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ def _compute_similarities(
     if not sources or not options.cka_documents:
         return []
     from istar.geometry.collect import similarity
-    from istar.models.model_source import ModelSource
 
     documents = similarity.read_first_documents(sources, options.cka_documents, options.shuffle_buffer, options.seed)
     labels_and_sources = []
