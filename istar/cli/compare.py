@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
     model_arguments = saved_checkpoints.parse_models(options.models)
     if len(model_arguments) < 2:
         raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
-    if any(compare.has_trajectory(argument) for argument in model_arguments):
+    if any(Path(argument.name, measures_file.TRAJECTORY_FILE).is_file() for argument in model_arguments):
         _compare_trajectories(options, model_arguments)
         return
     sources = _parse_texts(options.text)
@@ -60,7 +60,6 @@ def _parse_texts(texts: Sequence[str]) -> list["Source"]:
 
 
 def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence[ModelArgument]) -> None:
-    """Print the table of the models' trajectories over their training, and write the page."""
     if options.text:
         raise UserError("--text does not go with folders of trainings, which are measured already; leave it out")
     page_folder.check(options.out, compare_page.TRAININGS_KIND, [argument.name for argument in model_arguments])
@@ -86,15 +85,14 @@ def _measure_models(
 ) -> list[MeasuredModel]:
     """Return the measures of all models; unmeasured models are measured into the folder `models` in `--out`."""
     file_name, folder = measures_file.JSON_FILE, options.out / "models"
-    new_models = {model: folder / model.default_label for model in model_arguments if not compare.is_measured(model)}
+    measured_paths = {model: Path(model.name, file_name) for model in model_arguments}
+    new_models = {model: folder / model.default_label for model, path in measured_paths.items() if not path.is_file()}
     if new_models and not sources:
         name = next(iter(new_models)).name
         raise UserError(f"{name} holds no {file_name}; give a folder of istar measure, or --text to measure it")
     saved_checkpoints.check_distinct_labels([model.default_label for model in new_models])
     measured = {
-        model: measures_file.read_measurement(Path(model.name) / file_name)
-        for model in model_arguments
-        if model not in new_models
+        model: measures_file.read_measurement(path) for model, path in measured_paths.items() if model not in new_models
     }
     models = [measured[model].model if model in measured else vars(model) for model in model_arguments]
     compare.choose_labels(model_arguments, list(map(compare.name_model, models)))  # refuses labels that collide
@@ -110,7 +108,6 @@ def _measure_models(
 def _compute_similarities(
     measured_models: Sequence[MeasuredModel], sources: Sequence["Source"], options: argparse.Namespace
 ) -> list["Similarity"]:
-    """Return the CKA between the layers of each pair of models over documents of the texts; [] without texts."""
     if not sources or not options.cka_documents:
         return []
     from istar.geometry.collect import similarity

@@ -11,8 +11,9 @@ from istar.geometry.correlation import correlate, correlation_tables
 def run(options: argparse.Namespace) -> None:
     """Compute the correlations, write them and a figure of the scores to the output folder, and print them."""
     page_folder.check(options.out, correlation_tables.CORRELATION_KIND, (options.geometry, options.scores))
-    selection = correlate.Selection(options.measure, options.task, options.omit, options.model)
-    results = correlate.correlate(options.geometry, options.scores, selection)
+    results = correlate.correlate(
+        options.geometry, options.scores, options.measure, options.task, options.omit, options.model
+    )
     table = correlation_tables.make_paper_table(results, has_selection=bool(options.measure))
     paths = correlation_tables.write_results(results, table, options.out)
     if options.json:

@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> None:
     page_path = page_folder.write(options.out, contents, embed_page.EMBEDDINGS_KIND)
     if options.save:
         form = options.form or "raw"
-        matrix, processed = embed_models.process_matrix(models[0], options.matrix, form, options.components)
+        matrix = embedding_matrix.read_matrix(models[0].source, options.matrix)
+        processed = embed_models.FORM_FUNCTIONS[form](matrix.values, options.components)
         if options.save == "matrix":
             settings_of_form = {"form": form, "components": options.components}
             files = embed_models.make_matrix_files(models[0], matrix, processed, settings_of_form)

@@ -74,7 +74,6 @@ def _print_completion(shells: Sequence[str]) -> None:
 
 
 def _check_minima(options: argparse.Namespace) -> None:
-    """Raise a `UserError` if an option is below the minimum that its command declares in `minima`."""
     for name, minimum in options.minima.items():
         value = getattr(options, name)
         if value is not None and value < minimum:
@@ -82,7 +81,6 @@ def _check_minima(options: argparse.Namespace) -> None:
 
 
 def _set_figure_formats(formats: Sequence[str]) -> None:
-    """Let the figures of pages be drawn in these formats, too."""
     from istar.drawing.plot import FIGURE_FORMATS, SUFFIXES
 
     for name in formats:
@@ -118,7 +116,6 @@ def _run_train(arguments: Sequence[str], command: str) -> None:
 
 
 def _format_train_help(command: str) -> str:
-    """Fill in the template of conf/config.yaml."""
     import yaml
 
     from istar.finetune.config.options import config_folder, list_options

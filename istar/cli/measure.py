@@ -82,7 +82,6 @@ def _print_models(
     settings: MeasureSettings,
     rank: int,
 ) -> None:
-    """Measure each model; on rank 0, print the tables of their layers."""
     if not models:
         raise UserError("model is missing; expected a hub id, a folder or a run, or --checkpoints")
     if options.steps is not None:
@@ -106,7 +105,6 @@ def _print_trajectory(
     sources: Sequence[Source],
     settings: MeasureSettings,
 ) -> None:
-    """Measure several checkpoints of a training, print their table and write their page."""
     if len(models) > 1 or any(model.revision for model in models) or (options.revisions and options.checkpoints):
         raise UserError(
             "--revisions, --checkpoints and <model>@<revision> do not go together, nor do several models; call istar "

@@ -25,7 +25,6 @@ _MEASURING_MINIMA = {
 
 
 def _add_runs_folder(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of the runs, by default `runs`."""
     folder_help = "folder of the runs, the run.root of istar train (default: runs)"
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
 
@@ -48,18 +47,15 @@ def _add_texts(parser: argparse.ArgumentParser, use: str) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser, folder: str) -> None:
-    """Add `--out` with this default, and `--json`."""
     parser.add_argument("--out", type=Path, default=Path(folder), help=f"output folder (default: {folder})")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
 
 
 def _add_figures(parser: argparse.ArgumentParser) -> None:
-    """Add `--figures`."""
     _add_list(parser, "--figures", "further formats of the page's figures, besides SVG: pdf, png")
 
 
 def _add_measuring_options(parser: argparse.ArgumentParser) -> None:
-    """Add the texts to measure models over, and how to read and measure them; see `MeasureSettings`."""
     _add_texts(parser, "texts to measure over")
     add = parser.add_argument
     add("--length", type=int, default=0, help="maximum tokens per block (default: the model's maximum, at most 512)")

@@ -36,11 +36,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _make_spread_table(options: argparse.Namespace) -> Table:
-    """Return a table of the standard deviation of each method's differences from Base, with the answer to the question.
-
-    With `--difference`, the answer is the number of seeds that this difference needs. Otherwise it is the minimum
-    detectable difference for `--pairs` seeds or, without it, for the runs' seeds.
-    """
+    """Return a table of the spread of each method's differences from Base, with the answer to the question."""
     comparisons = compare_with_base(options.runs)
     if options.difference is not None:
         answer_header = f"seeds for a\ndifference of {options.difference:g}"
@@ -68,10 +64,7 @@ def _make_spread_table(options: argparse.Namespace) -> Table:
 
 
 def compare_with_base(folder: Path) -> list[MethodComparison]:
-    """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder.
-
-    Raises a `UserError` if `folder` is not a folder, or lacks such a comparison.
-    """
+    """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder."""
     compared_methods = compare_methods(add_selection_columns(read_runs(folder, keep_records=True)))
     comparisons = [comparison for comparison in compared_methods.comparisons if comparison.difference_by_seed]
     if not comparisons:
@@ -83,7 +76,6 @@ def compare_with_base(folder: Path) -> list[MethodComparison]:
 
 
 def _make_spread_cells(differences: list[float], options: argparse.Namespace) -> tuple[str, str, str]:
-    """Return the table cells of a method: the standard deviation of its differences, its interval, and the answer."""
     if len(differences) < 2:
         return EMPTY_CELL, EMPTY_CELL, "needs 2 seeds"
     if is_constant(np.array(differences)):

@@ -8,6 +8,5 @@ from istar.reports.report import write_report
 
 def run(options: argparse.Namespace) -> None:
     """Write the report, and print its path and the number of runs."""
-    written = write_report(options.folder, options.out, make_console(stderr=True), options.reference)
-    runs = f"{written.num_runs} run{'s' * (written.num_runs != 1)}"
-    make_console().out(f"{written.page_path}: {runs}", highlight=False)
+    page_path, num_runs = write_report(options.folder, options.out, make_console(stderr=True), options.reference)
+    make_console().out(f"{page_path}: {num_runs} run{'s' * (num_runs != 1)}", highlight=False)

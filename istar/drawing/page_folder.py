@@ -68,7 +68,6 @@ def render_html(page: Page) -> str:
 
 @functools.cache
 def _make_environment() -> Environment:
-    """Return the environment of the templates, which are compiled once."""
     environment = Environment(
         loader=PackageLoader("istar.drawing"),
         autoescape=True,
@@ -82,7 +81,6 @@ def _make_environment() -> Environment:
 
 
 def _build_security_policy(style: str, script: str) -> str:
-    """Return a Content-Security-Policy that allows only this style, this script and embedded images."""
     sources = {
         "default-src": "'none'",
         "style-src": _compute_policy_hash(style),
@@ -128,18 +126,13 @@ def page_files(content: Page, tables: Mapping[str, Sheet]) -> dict[str, bytes]:
     return contents
 
 
-def page_output(out: Path, kind: PageKind) -> Output:
-    """Return the folder of a page of this kind."""
-    return Output(out, kind.noun)
-
-
 def check(out: Path, kind: PageKind, inputs: Iterable[str | Path] = ()) -> None:
     """Refuse a folder into which a page of this kind cannot be written; call this before any work.
 
     Raises:
         UserError: if the folder has foreign or edited files in the page's places, or is one of the `inputs`.
     """
-    page_output(out, kind).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
+    Output(out, kind.noun).check((INDEX, *kind.extra_files, TABLES, FIGURES), inputs)
 
 
 def write(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> Path:
@@ -152,5 +145,5 @@ def write(out: Path, contents: Mapping[str, bytes], kind: PageKind) -> Path:
     """
     # The page itself is last, so that it never shows more than its files contain.
     files = dict(sorted(contents.items(), key=lambda item: item[0] == INDEX))
-    page_output(out, kind).write(files, is_complete=True)
+    Output(out, kind.noun).write(files, is_complete=True)
     return out / INDEX

@@ -13,7 +13,6 @@ from rich.table import Table
 from istar.drawing.terminal import make_console
 
 EMPTY_CELL = "-"
-"""Text of a cell without a value."""
 _MAX_HEADER = 12
 """Most characters of a header in one line."""
 

@@ -180,10 +180,7 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _hide_rounding_errors(axes: Axes, ys: Sequence[float]) -> None:
-    """Widen the limits of a linear y axis to a tenth of the values on either side if these differ only by rounding.
-
-    Limits that are wide already, for example because of intervals or a reference line, stay as they are.
-    """
+    """Widen the limits of a linear y axis to a tenth of the values on either side if these differ only by rounding."""
     low, high = axes.get_ylim()
     size = max(map(abs, ys), default=0.0)
     if size > 0 and axes.get_yscale() == "linear" and high - low <= 2 * _ROUNDING * size:
@@ -200,7 +197,6 @@ def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
 
 
 def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
-    """Draw a line of a panel; `has_markers` adds markers to its points if the kind is `line`."""
     if kind == "line":
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
         axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 1.2, **style)
@@ -243,7 +239,6 @@ def _are_columns_narrow(plot: Plot, panel: Panel) -> bool:
 
 
 def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright_values: bool) -> None:
-    """Draw the lines as groups of bars: the bars at each x are side by side, with their values on top."""
     width = 0.8 / len(lines)
     for index, line in enumerate(lines):
         centers = [x + (index - (len(lines) - 1) / 2) * width for x in line.x]
@@ -297,7 +292,6 @@ def _draw_heatmap(axes: Axes, plot: Plot, panel: Panel) -> None:
 
 
 def _draw_rows(axes: Axes, plot: Plot, panel: Panel) -> None:
-    """Draw a row for each line: its name, and its point with an error bar."""
     rows = range(len(panel.lines))
     for row, line in zip(rows, panel.lines, strict=True):
         error = line.x_error if any(line.x_error) else None

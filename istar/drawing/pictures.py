@@ -74,7 +74,6 @@ def render_files(
 
 
 def _split_by_model(plot: Plot) -> dict[str, Plot]:
-    """Return a plot for each model in a plot, by the name of its picture."""
     models = list(dict.fromkeys(panel.model for panel in plot.panels))
     names = {model: f"{plot.name}-{_make_unique_file_name(model, models)}" if model else plot.name for model in models}
     return {

@@ -195,7 +195,6 @@ def compute_identifier(plot: Plot) -> str:
 
 @functools.cache
 def _hash_drawing_code() -> str:
-    """Return a hash of the modules of this package and the version of matplotlib."""
     modules = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join([version("matplotlib").encode(), *(p.read_bytes() for p in modules)])).hexdigest()
 
@@ -228,7 +227,6 @@ def describe(plot: Plot) -> str:
 
 
 def _describe_line(line: Line, plot: Plot) -> str:
-    """Describe a line in words: by its first and last point, or a distribution by its range and its highest bin."""
     finite_points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
     if not finite_points:
         return f"{line.label} without a number"

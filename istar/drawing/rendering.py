@@ -18,7 +18,6 @@ from istar.drawing.panel_drawing import INK, PAPER, assign_line_styles, draw_pan
 from istar.drawing.plot import NARROW, Plot, compute_identifier
 
 PNG_DPI = 300
-"""Dots per inch of PNG files."""
 _POINTS_PER_INCH = 72
 _NARROW_WIDTH = 4.0
 """Width in inches of a figure for a phone."""
@@ -95,7 +94,6 @@ def _render_format(figure: Figure, suffix: str, identifier: str) -> bytes:
 
 
 def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
-    """Draw all panels of a plot on a grid, with one legend below them."""
     num_columns = 1 if plot.kind == "rows" else min(max_columns, 2 if len(plot.panels) == 4 else len(plot.panels))
     width = _NARROW_WIDTH if max_columns == 1 else {1: 6.5, 2: 8.5, 3: 11.0}[num_columns]
     num_rows = math.ceil(len(plot.panels) / num_columns)
@@ -150,7 +148,6 @@ def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
 
 
 def _count_legend_columns(width: float, labels: Sequence[str]) -> int:
-    """Return how many columns of labels fit into a width in inches, in legend rows of nearly equal length."""
     # An inch has about ten characters. The marker of a label and the gaps around it need the space of six.
     max_columns = max(1, min(8, int(10.5 * width) // (max(map(len, labels)) + 6)))
     return math.ceil(len(labels) / math.ceil(len(labels) / max_columns))

@@ -26,18 +26,12 @@ _ROUNDING = 1e-6
 _SPHERE_POINTS, _SPHERE_SHIFTS = 500, (0.0, 1.0, 2.0)
 """Number of points on the spheres of Figure 2, and the distances of their centers from the origin."""
 _DENSITY_POINTS = 200
-"""Number of points at which a density is computed."""
 _MAX_RANK_POINTS = 200
-"""Largest number of points of a line over ranks."""
 _RANK_BINS = 30
-"""Largest number of bins in the plot of norms by rank of frequency."""
 
 
 def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> list[Plot]:
-    """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency.
-
-    `words` has the frequencies of the texts' words; it is empty without texts.
-    """
+    """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency."""
     return [
         make_projection_plot(models),
         make_singular_value_plot(models),
@@ -170,15 +164,11 @@ def make_frequency_norm_plot(models: Sequence[ModelEmbeddings]) -> Plot:
 
 
 def _get_only_label(lines: Sequence[Line]) -> str:
-    """Return the label of a single line, which needs no legend; empty for several lines."""
     return lines[0].label if len(lines) == 1 else ""
 
 
 def _make_density_lines(norms_by_label: dict[str, np.ndarray]) -> list[Line]:
-    """Return lines with the densities of norms; skip norms that are all equal or fewer than 2.
-
-    A density ends three bandwidths beyond the smallest and the largest norm, but not below 0.
-    """
+    """Return lines with the densities of norms; skip norms that are all equal or fewer than 2."""
     lines = []
     for label, norms in norms_by_label.items():
         if len(norms) >= 2 and not is_constant(norms):

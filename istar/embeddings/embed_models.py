@@ -179,10 +179,7 @@ def list_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str | Non
 
 
 def read_benchmarks(arguments: Sequence[str | Path]) -> list[wordsim.Benchmark]:
-    """Read files of rated word pairs, each `[name=]<file>`.
-
-    Raises a `UserError` if a file cannot be read, or two benchmarks have the same name.
-    """
+    """Read files of rated word pairs, each `[name=]<file>`."""
     labels_and_paths = (split_label(str(argument)) for argument in arguments)
     benchmarks = [wordsim.read_benchmark(Path(path), label) for label, path in labels_and_paths]
     check_distinct_labels([benchmark.name for benchmark in benchmarks], "benchmarks")
@@ -213,12 +210,6 @@ def measure_word_similarity(
         names = {"benchmark": benchmark.name, "form": form, "policy": policy, "pairs": len(benchmark.pairs)}
         rows.append({**names, **similarity._asdict()})
     return rows, notes
-
-
-def process_matrix(model: ModelArgument, side: Side, form: str, components: int | None) -> tuple[Matrix, Tensor]:
-    """Return a model's embedding matrix as it is stored, and in a form of `FORM_FUNCTIONS`."""
-    matrix = read_matrix(model.source, side)
-    return matrix, FORM_FUNCTIONS[form](matrix.values, components)
 
 
 def make_matrix_files(

@@ -51,7 +51,6 @@ _NORM_MEASURES = {
 """Measure of each other column of Table 1."""
 _SCORES = ("cosine", "inner_product")
 _TABLE_TEXTS = read_page_texts("istar.embeddings")["tables"]
-"""Title, caption and reason for absence of each table, by its name."""
 _HEADERS = {
     "isotropy_raw": "I(W)\nraw",
     "isotropy_centered": "I(W)\ncentered",
@@ -63,14 +62,10 @@ _HEADERS = {
     "cosine_gain": "cosine\nminus raw",
     "inner_product_gain": "product\nminus raw",
 }
-"""Readable headers of columns, by their names in the CSV files."""
 
 
 def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
-    """Return Table 1 of *Too Much in Common*: isotropy and norms of the embedding matrix of each model.
-
-    A model has rows of measured numbers and, if it is in the paper, of published numbers and differences.
-    """
+    """Return Table 1 of *Too Much in Common*: isotropy and norms of the embedding matrix of each model."""
     rows: list[dict[str, Any]] = []
     for model in models:
         measures = model.measures_by_form
@@ -150,10 +145,7 @@ def make_table3(models: Sequence[ModelEmbeddings]) -> Sheet:
 
 
 def make_coverage_table(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> Sheet:
-    """Return the table of how many of the most frequent words or tokens make up given shares of the texts.
-
-    The last row has the numbers of section 2.2 of *Too Much in Common*.
-    """
+    """Return the table of how many of the most frequent words or tokens make up given shares of the texts."""
     rows: list[dict[str, Any]] = []
     tables = {"words": words, **{f"tokens of {model.label}": model.token_frequencies for model in models}}
     for unit, table in tables.items():
@@ -181,7 +173,6 @@ def _add_gains(scores: Mapping[str, float], raw_scores: Mapping[str, float]) -> 
 def _make_published_rows(
     names: Mapping[str, Any], measured: Mapping[str, float], published: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Return the row of published numbers and the row of measured minus published numbers, if any."""
     if not published:
         return []
     differences = {column: measured[column] - value for column, value in published.items()}
@@ -208,7 +199,6 @@ def _find_wordsim_paper_model(model: ModelEmbeddings, form: str) -> str:
 
 
 def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return a sentence on the correlation of norm and I(W), as in appendix C; none for fewer than three models."""
     raw_measures = [model.measures_by_form["raw"] for model in models]
     norms = [measures["average_norm"] for measures in raw_measures]
     isotropies = [measures["partition_isotropy_as_computed"] for measures in raw_measures]
@@ -222,7 +212,6 @@ def _describe_norm_correlation(models: Sequence[ModelEmbeddings]) -> list[str]:
 
 
 def _describe_left_out(models: Sequence[ModelEmbeddings]) -> list[str]:
-    """Return notes on benchmarks with too few words known to the model, and on undefined correlations."""
     notes = [f"{model.label}: {note}" for model in models for note in model.notes]
     for model in models:
         for row in model.word_similarity.to_dict("records"):
@@ -283,7 +272,6 @@ def _make_header(column: str) -> str:
 
 
 def _format_number(value: float, number_format: str, is_signed: bool) -> str:
-    """Format a number; NaN is a dash, and `is_signed` adds a plus sign to positive numbers."""
     if math.isnan(value):
         return "\u2013"
     return f"{'+' if is_signed and value > 0 else ''}{number_format.format(value)}"

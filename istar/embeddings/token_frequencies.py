@@ -23,10 +23,7 @@ BIN_SIZE = 1_000
 
 
 def count_tokens(texts: Iterable[Source], tokenizer: PreTrainedTokenizerBase, rows: int) -> np.ndarray:
-    """Count how often each token occurs in texts, `(rows,)`; the special tokens around a text are not counted.
-
-    Raises a `UserError` if a file cannot be read, or the texts lack tokens.
-    """
+    """Count how often each token occurs in texts, `(rows,)`; the special tokens around a text are not counted."""
     counts = np.zeros(rows, dtype=np.int64)
     for source in texts:
         for part in tokenize_parts(source.read_documents(), tokenizer):
@@ -117,7 +114,6 @@ def make_bins(tokens: Sequence[str | None], special_ids: set[int], counts: np.nd
 def _iterate_bins(
     token_ids: np.ndarray, counts: np.ndarray | None
 ) -> Iterator[tuple[str, int | None, int | None, np.ndarray]]:
-    """Yield for each bin its order, its first and last position in that order, and its token ids."""
     for start in range(0, int(token_ids.max(initial=-1)) + 1, BIN_SIZE):
         yield "index", start, start + BIN_SIZE - 1, token_ids[(token_ids >= start) & (token_ids < start + BIN_SIZE)]
     if counts is None:

@@ -133,7 +133,6 @@ def read_benchmark(path: Path, label: str = "") -> Benchmark:
 
 
 def _check_header(location: str, header: str, rating_column: int) -> None:
-    """Raise a `UserError` if a header, separated by tabs or else spaces, has another name in the rating's column."""
     columns = header.split("\t" if "\t" in header else None)
     names = [re.sub(r"[\W_]", "", column) for column in columns[rating_column : rating_column + 1]]
     if not all(map(_RATING_NAME.match, names)):
@@ -197,7 +196,6 @@ def word_vectors(
 
 
 def _tokenize_words(words: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Return the token ids of each word, tokenized after another word."""
     context = "the"
     texts = [context, *(f"{context} {word}" for word in words)]
     context_ids, *ids_by_text = tokenize(texts, tokenizer)

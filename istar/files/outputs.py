@@ -178,7 +178,6 @@ class Output:
             self._write_manifest({})
 
     def _refuse_links(self) -> None:
-        """Raise a `UserError` if the folder or its hidden folder is a link or a file, or lacks our manifest."""
         for path in (self.folder, self._state, self._state / _MANIFEST):
             is_expected = path.is_file() if path.name == _MANIFEST else path.is_dir()
             if path.is_symlink() or (path.exists() and not is_expected):
@@ -191,7 +190,6 @@ class Output:
                     raise self._make_foreign_error(f"{STATE_FOLDER}/{path.relative_to(self._state).as_posix()}")
 
     def _recover(self) -> None:
-        """Remove the unfinished work of a killed process."""
         self._refuse_links()
         remove_temporary_files(self._state)
         self._remove_drafts()

@@ -228,7 +228,6 @@ def _find_field_mismatch(value: Any, expected: Any, name: str) -> str:
 
 @functools.cache
 def _list_fields(expected: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the annotations of the fields of a dataclass or a `TypedDict`, and the names of the required ones."""
     types = get_type_hints(expected, include_extras=True)
     if is_typeddict(expected):
         return types, expected.__required_keys__

@@ -275,7 +275,6 @@ def make_trial_ids(base_model: Any) -> Tensor:
 
 
 def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:
-    """Return whether two tensors, which may be on different devices, are equal."""
     return tensor is not None and tensor.shape == state.shape and torch.equal(tensor.to(state.device), state)
 
 

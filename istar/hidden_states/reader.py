@@ -19,14 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError
+from istar.hidden_states import model_layers
 from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names
-from istar.hidden_states.model_layers import (
-    ModelLayers,
-    find_final_norm,
-    find_head_model,
-    find_layers,
-    layers_from_modules,
-)
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
 Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
@@ -65,7 +59,7 @@ def _load_compiler_option() -> None:
         _UncompiledHook.__call__ = torch.compiler.disable(call, reason=reason)  # type: ignore[method-assign]
 
 
-def choose_penalized_states(layers: ModelLayers, selected: Layers) -> list[int]:
+def choose_penalized_states(layers: model_layers.ModelLayers, selected: Layers) -> list[int]:
     """Return the numbers of the states that a penalty on the selected layers reads, ascending.
 
     The published code penalizes the hidden states that transformers returns. In the place of layer L, these have the
@@ -132,10 +126,12 @@ class HiddenStateReader:
         include_padding: bool = False,
         draw_sample: Callable[[], PointSample | None] = lambda: None,
     ) -> None:
-        self.layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
+        self.layers = (
+            model_layers.find_layers(model) if modules is None else model_layers.layers_from_modules(model, modules)
+        )
         self.base_model = self.layers.base_model
-        self.head_model = find_head_model(model) if modules is None else self.base_model
-        self.norm = find_final_norm(self.base_model) if layers is None and modules is None else None
+        self.head_model = model_layers.find_head_model(model) if modules is None else self.base_model
+        self.norm = model_layers.find_final_norm(self.base_model) if layers is None and modules is None else None
         self._replaces_last = layers is not None and self.layers.ends_with_output
         if layers is None:
             has_norm = self.norm is not None
@@ -246,7 +242,6 @@ class HiddenStateReader:
         return args[len(names) :], {**named, "output_hidden_states": True, "return_dict": True}
 
     def _find_tokens(self) -> Tokens:
-        """Return the tokens that are points, from the arguments of the base model's call and of those around it."""
         calls = self._list_calls()
         mask = None if self._include_padding else find_argument(calls, "attention_mask")
         labels = next((call["labels"] for call in calls if call.get("labels") is not None), None)
@@ -257,7 +252,6 @@ class HiddenStateReader:
         return tokens
 
     def _register_call_hooks(self, model: nn.Module) -> list[Any]:
-        """Register hooks that store the arguments of the base model and all modules around it while they run."""
         handles: list[Any] = []
         for module in (part for part in model.modules() if self.base_model in part.modules()):
             begin_call = _UncompiledHook(partial(self._begin_call, read_argument_names(module)))
@@ -272,7 +266,6 @@ class HiddenStateReader:
         self._calls = {caller: call for caller, call in self._calls.items() if caller is not module}
 
     def _list_calls(self) -> list[Arguments]:
-        """Return the arguments of the base model's call, and of the calls around it from the innermost on."""
         calls = self._calls
         if _are_saved_tensors_hooked():
             # A checkpoint repeats its calls in the backward pass, when the calls around it have ended.
@@ -317,7 +310,6 @@ class HiddenStateReader:
         self.num_left_out = current.tokens.num_left_out
 
     def _sort_states(self, current: _Pass) -> list[tuple[int, Tensor]]:
-        """Return the states of a complete pass with their numbers, ascending."""
         called_layers, last_number = current.called_layers, self.layers.num_layers + 1
         if self.layers.modules:
             self._check_all_layers_called(current)

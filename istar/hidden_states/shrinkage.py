@@ -210,7 +210,6 @@ def _call_module(module: nn.Module, inputs: Any, reader: HiddenStateReader | Non
 
 
 def _find_fault(module: nn.Module, named: Mapping[str, Any], unnamed: list[Any], reader: HiddenStateReader) -> str:
-    """Return what is wrong with a batch for a transformers model, or an empty string."""
     base_model: Any = reader.base_model
     parts = (base_model, reader.head_model)
     # The order of arguments differs between models: labels could become token types.

@@ -193,17 +193,13 @@ class PenaltyCallback(L.Callback):
 
 
 def _count_steps(trainer: L.Trainer, pl_module: L.LightningModule) -> int:
-    """Return the number of completed optimizer steps or, in manual optimization, of completed batches."""
     if pl_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop.batch_progress.total.completed
 
 
 def _measure_progress(trainer: L.Trainer, step: int) -> tuple[int, int]:
-    """Return the numbers of completed and of all steps of the training, by the limit that ends it first.
-
-    Raises a `UserError` if neither epochs nor `max_steps` limit the training.
-    """
+    """Return the numbers of completed and of all steps of the training, by the limit that ends it first."""
     limits = [(trainer.global_step, trainer.max_steps)] if trainer.max_steps != -1 else []
     if trainer.num_training_batches != math.inf and trainer.max_epochs not in (None, -1):
         accumulation = [trainer.accumulate_grad_batches] * trainer.max_epochs
@@ -284,7 +280,6 @@ class IsotropyCallback(L.Callback):
         self._remove_reader()
 
     def _add_points(self, states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
-        """Add the points of layers, and return no summaries."""
         for state in states:
             points, indices = state.flatten(0, 1), tokens.indices_of(state)
             self._sums = self._sums or LayerSums(points.shape[-1], points.device)

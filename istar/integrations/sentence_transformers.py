@@ -280,7 +280,6 @@ class _SentenceEmbeddingModel(nn.Module):
         self.embeddings = nn.Identity()
 
     def forward(self, features: dict[str, Any]) -> Tensor:
-        """Return the sentence embeddings of a batch of tokenized texts."""
         embeddings: Tensor = self.embeddings(self.model(features)["sentence_embedding"])
         return embeddings
 
@@ -315,7 +314,6 @@ class _AttachedLoss(AttachedPenalty):
         self._has_set_weight = False
 
     def refresh(self, loader: Iterable[Any], num_points: int | None = NUM_POINTS, momentum: float = 0.0) -> int:
-        """Compute Sigma_S as `PenaltyLoss.refresh` does."""
         return self._owner.refresh(loader, num_points, momentum)
 
 

@@ -208,7 +208,6 @@ class PenaltyMixin(_TrainerBase):
         """
 
         def compute_total_loss(num_items_in_batch: Tensor | int | None) -> float:
-            """Return the task loss for a given number of items, summed over all processes."""
             loss: Any = super(PenaltyMixin, self).compute_loss(
                 model, dict(inputs), num_items_in_batch=num_items_in_batch
             )
@@ -326,7 +325,6 @@ class IsotropyCallback(TrainerCallback):
         return True
 
     def _add_points(self, states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
-        """Add the points of layers, and return no summaries."""
         loader_state = self._trainer.accelerator.gradient_state
         num_counted = num_examples = len(states[0])
         if loader_state.end_of_dataloader and loader_state.remainder > 0:
@@ -341,7 +339,6 @@ class IsotropyCallback(TrainerCallback):
         return []
 
     def _add_measures(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the measures by names with the prefix of the metrics, such as `eval_`."""
         self._check_suffix()
         sums = sum_all_points(self._sums, self._trainer.args.device)
         self._sums = None

@@ -31,7 +31,6 @@ __all__ = [
     "Activation",
     "AverageCosine",
     "ClassIsotropy",
-    "ClassMoments",
     "CosineContributions",
     "Dimension",
     "DimensionMoments",

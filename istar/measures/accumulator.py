@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 
+T = TypeVar("T")
 Merge = Literal["sum", "max", "min", "mean", "central", "equal", "custom"]
 """How the states of two accumulators become the state of all their points; see `Accumulator.add_state`."""
 
@@ -27,13 +28,13 @@ class Accumulator:
     subclass says in `recenter` how they move.
     """
 
-    weight_name = "count"
-    """Name of the state with the number of points, which weights states of the kind "mean"."""
+    count: Tensor
+    """Number of points, which weights the states of the kind "mean"."""
     _merges: Mapping[str, Merge] = MappingProxyType({})
     """How each state is merged, by name."""
 
-    def add_state(self, name: str, initial: Any, merge: Merge) -> None:
-        """Declare a state, and set the attribute with its name to the initial value.
+    def add_state(self, name: str, initial: T, merge: Merge) -> T:
+        """Declare a state, and return its initial value: `self.total = self.add_state("total", zeros, "sum")`.
 
         Args:
             name: name of the attribute.
@@ -43,7 +44,7 @@ class Accumulator:
                 "central" sum about this mean; "equal" to both, as settings are; or "custom", set by `merge_custom`.
         """
         self._merges = {**self._merges, name: merge}
-        setattr(self, name, initial)
+        return initial
 
     def recenter(self, mean: Tensor) -> dict[str, Tensor]:
         """Return the "central" states by name, as sums about a given mean instead of the mean of this accumulator."""
@@ -72,8 +73,8 @@ class Accumulator:
             name: _combine(getattr(self, name), getattr(moved, name), kind) for name, kind in self._merges.items()
         }
         for name in self._find_names("mean"):
-            own_mean, weight = getattr(self, name), merged[self.weight_name]
-            share = getattr(moved, self.weight_name) / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+            own_mean, weight = getattr(self, name), merged["count"]
+            share = moved.count / weight.clamp(min=torch.finfo(weight.dtype).tiny)
             merged[name] = own_mean + (getattr(moved, name) - own_mean) * share[..., None]
             others_about_mean = moved.recenter(merged[name])
             merged |= {key: value + others_about_mean[key] for key, value in self.recenter(merged[name]).items()}
@@ -100,10 +101,10 @@ class Accumulator:
             return self._gather(group)
         sums = self._get_states("sum")
         for name in self._find_names("mean"):
-            sums[name] = getattr(self, name) * sums[self.weight_name][..., None]
+            sums[name] = getattr(self, name) * sums["count"][..., None]
         sums = _sum_all(sums, group) if sums else {}
         for name in self._find_names("mean"):
-            weight = sums[self.weight_name][..., None]
+            weight = sums["count"][..., None]
             sums[name] = sums[name] / torch.where(weight > 0, weight, 1)
             sums |= _sum_all(self.recenter(sums[name]), group)
         extremes = self._get_states("max") | {name: -value for name, value in self._get_states("min").items()}
@@ -127,7 +128,6 @@ class Accumulator:
             child.load_state_dict(state[name])
 
     def _find_names(self, kind: Merge) -> list[str]:
-        """Return the names of the states of one kind."""
         return [name for name, merge in self._merges.items() if merge == kind]
 
     def _get_states(self, kind: Merge | None = None) -> dict[str, Any]:
@@ -160,7 +160,6 @@ class Accumulator:
             child._check_alike(other_children[name])
 
     def _move(self, value: Any, own: Any) -> Any:
-        """Return a state of another accumulator on the device and in the dtype of this one's."""
         if isinstance(value, dict):
             device = next(state.device for state in self._get_states().values() if isinstance(state, Tensor))
             return {key: tensor.to(device) for key, tensor in value.items()}
@@ -178,7 +177,6 @@ class Accumulator:
 
 
 def _combine(own: Any, others: Any, kind: Merge) -> Any:
-    """Return the merged state of two accumulators, or the own state if it is not merged element by element."""
     if kind == "sum":
         return own + others
     if kind == "max":

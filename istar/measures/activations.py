@@ -8,19 +8,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError
+from istar.measures import numerics
 from istar.measures.accumulator import Accumulator
-from istar.measures.numerics import (
-    accumulation_dtype,
-    block_length,
-    check_finite,
-    check_integers,
-    check_one_per_point,
-    row_norms,
-    select_rows,
-    split_rows,
-    upcast_blocks,
-    zero_vector,
-)
 
 _NUM_BINS = 2**15
 """Number of bins of a histogram of magnitudes: one for each non-negative bfloat16 number, infinity and NaN."""
@@ -58,10 +47,10 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     >>> [round(value, 6) for value in kurtosis.tolist()]
     [-2.0, -0.666667]
     """
-    rows = select_rows(points)
-    kurtoses = [row_kurtosis(block)[0] for block in upcast_blocks(rows)] if len(rows) else []
+    rows = numerics.select_rows(points)
+    kurtoses = [row_kurtosis(block)[0] for block in numerics.upcast_blocks(rows)] if len(rows) else []
     # `torch.cat` needs at least one tensor, even without points.
-    empty = rows.new_zeros(0, dtype=accumulation_dtype(rows.device))
+    empty = rows.new_zeros(0, dtype=numerics.accumulation_dtype(rows.device))
     return torch.cat([empty, *kurtoses]).reshape(points.shape[:-1]) - (3 if excess else 0)
 
 
@@ -78,7 +67,7 @@ def row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:
         norms = squares.sqrt()
     else:
         centered = rows - means[:, None]
-        norms = row_norms(centered)
+        norms = numerics.row_norms(centered)
         _, squares, fourth_powers = _sum_central_powers(centered / norms[:, None])
     # The mean of equal numbers may differ from these numbers by a rounding error.
     is_constant = norms <= 16 * torch.finfo(rows.dtype).eps * math.sqrt(num_columns) * means.abs()
@@ -90,7 +79,7 @@ def _sum_central_powers(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean of each row, and the sums of (x - mean)^2 and (x - mean)^4 over its numbers x, `(n,)` each."""
     means, squares, fourth_powers = (rows.new_empty(len(rows)) for _ in range(3))
     # All that is computed from a block stays in the cache.
-    blocks = (values.split(block_length(rows)) for values in (rows, means, squares, fourth_powers))
+    blocks = (values.split(numerics.block_length(rows)) for values in (rows, means, squares, fourth_powers))
     for block, block_means, block_squares, block_fourth_powers in zip(*blocks, strict=True):
         torch.mean(block, 1, out=block_means)
         powers = (block - block_means[:, None]).square_()
@@ -130,21 +119,15 @@ class TokenKurtosis(Accumulator):
         largest: largest kurtosis, 0-d.
     """
 
-    count: Tensor
-    constant: Tensor
-    total: Tensor
-    largest: Tensor
-    dim: int
-
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         if dim < 2:
             raise UserError(f"points have {dim} dimensions; expected at least 2, as one coordinate has no kurtosis")
-        zero = zero_vector(1, device)[0]
-        self.add_state("dim", dim, "equal")
-        self.add_state("total", zero, "sum")
-        self.add_state("largest", torch.full_like(zero, -math.inf), "max")
-        self.add_state("count", torch.zeros_like(zero, dtype=torch.int64), "sum")
-        self.add_state("constant", torch.zeros_like(zero, dtype=torch.int64), "sum")
+        zero = numerics.zero_vector(1, device)[0]
+        self.dim = self.add_state("dim", dim, "equal")
+        self.total = self.add_state("total", zero, "sum")
+        self.largest = self.add_state("largest", torch.full_like(zero, -math.inf), "max")
+        self.count = self.add_state("count", torch.zeros_like(zero, dtype=torch.int64), "sum")
+        self.constant = self.add_state("constant", torch.zeros_like(zero, dtype=torch.int64), "sum")
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
@@ -153,8 +136,8 @@ class TokenKurtosis(Accumulator):
         Raises:
             UserError: if shapes do not match, or the points are not floating.
         """
-        rows = select_rows(points, mask, self.dim)
-        for block in upcast_blocks(rows) if len(rows) else ():
+        rows = numerics.select_rows(points, mask, self.dim)
+        for block in numerics.upcast_blocks(rows) if len(rows) else ():
             self.add_kurtoses(*row_kurtosis(block))
         return self
 
@@ -173,7 +156,7 @@ class TokenKurtosis(Accumulator):
         Raises:
             UserError: without tokens, or with tokens that are not finite.
         """
-        check_finite(self.total[None], "the points")
+        numerics.check_finite(self.total[None], "the points")
         count, constant = int(self.count), int(self.constant)
         if count + constant == 0:
             raise UserError("0 points have no kurtosis; expected at least 1")
@@ -251,15 +234,6 @@ class MassiveActivations(Accumulator):
         largest: largest magnitude, 0-d.
     """
 
-    dim: int
-    capacity: int
-    minimum: float
-    ratio: float
-    bins: Tensor
-    values: Tensor
-    places: Tensor
-    largest: Tensor
-
     def __init__(
         self,
         dim: int,
@@ -268,17 +242,19 @@ class MassiveActivations(Accumulator):
         ratio: float = 1000.0,
         device: torch.device | str | None = None,
     ) -> None:
-        zeros = zero_vector(dim, device)
+        zeros = numerics.zero_vector(dim, device)
         if capacity < 1:
             raise UserError(f"capacity is {capacity}; expected at least 1")
         if not (minimum >= 0 and ratio >= 0 and math.isfinite(minimum) and math.isfinite(ratio)):
             raise UserError(f"minimum is {minimum} and ratio is {ratio}; expected finite numbers of at least 0")
-        for name, setting in (("dim", dim), ("capacity", capacity), ("minimum", minimum), ("ratio", ratio)):
-            self.add_state(name, setting, "equal")
-        self.add_state("bins", zeros.new_zeros(_NUM_BINS, dtype=torch.int64), "sum")
-        self.add_state("values", zeros.new_zeros(0), "custom")
-        self.add_state("places", zeros.new_zeros(0, 3, dtype=torch.int64), "custom")
-        self.add_state("largest", zeros.new_zeros(()), "max")
+        self.dim = self.add_state("dim", dim, "equal")
+        self.capacity = self.add_state("capacity", capacity, "equal")
+        self.minimum = self.add_state("minimum", minimum, "equal")
+        self.ratio = self.add_state("ratio", ratio, "equal")
+        self.bins = self.add_state("bins", zeros.new_zeros(_NUM_BINS, dtype=torch.int64), "sum")
+        self.values = self.add_state("values", zeros.new_zeros(0), "custom")
+        self.places = self.add_state("places", zeros.new_zeros(0, 3, dtype=torch.int64), "custom")
+        self.largest = self.add_state("largest", zeros.new_zeros(()), "max")
 
     @torch.no_grad()
     def update(self, points: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Self:
@@ -296,14 +272,14 @@ class MassiveActivations(Accumulator):
         Raises:
             UserError: if shapes or dtypes do not match.
         """
-        rows = select_rows(points, mask, self.dim)
+        rows = numerics.select_rows(points, mask, self.dim)
         tokens_and_positions = []
         for name, integers in (("tokens", tokens), ("positions", positions)):
-            check_one_per_point(integers, name, points)
-            check_integers(integers, name)
+            numerics.check_one_per_point(integers, name, points)
+            numerics.check_integers(integers, name)
             tokens_and_positions.append((integers if mask is None else integers[mask.bool()]).reshape(-1).long())
         start = 0
-        for block in split_rows(rows) if len(rows) else ():
+        for block in numerics.split_rows(rows) if len(rows) else ():
             stop = start + len(block)
             magnitudes = block.abs()
             self.bins = self.bins + _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)

@@ -115,11 +115,9 @@ class CosineContributions(AverageCosine):
         squares: Q, `(d,)`.
     """
 
-    squares: Tensor
-
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         super().__init__(dim, device)
-        self.add_state("squares", torch.zeros_like(self.total), "sum")
+        self.squares = self.add_state("squares", torch.zeros_like(self.total), "sum")
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> Self:

@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures import numerics
 from istar.measures.accumulator import Accumulator
-from istar.measures.numerics import (
-    check_finite,
-    check_integers,
-    check_one_per_point,
-    check_points,
-    select_rows,
-    unit_vectors,
-    upcast_blocks,
-    zero_vector,
-)
 from istar.measures.point_groups import GroupedPoints
 
 Average = Literal["types", "occurrences"]
@@ -76,7 +67,7 @@ def intra_sim(
     Raises:
         UserError: as `IntraSim.update` and `IntraSim.compute`.
     """
-    check_points(points)
+    numerics.check_points(points)
     _check_tokens(tokens, points)
     types, type_indices = tokens.unique(return_inverse=True)
     accumulator = IntraSim(max(1, len(types)), points.shape[-1], points.device)
@@ -136,20 +127,16 @@ class AverageCosine(Accumulator):
         total: S, `(d,)`.
     """
 
-    count: Tensor
-    zeros: Tensor
-    total: Tensor
-
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
-        total = zero_vector(dim, device)
-        self.add_state("total", total, "sum")
-        self.add_state("count", total.new_zeros(()), "sum")
-        self.add_state("zeros", total.new_zeros(()), "sum")
+        total = numerics.zero_vector(dim, device)
+        self.total = self.add_state("total", total, "sum")
+        self.count = self.add_state("count", total.new_zeros(()), "sum")
+        self.zeros = self.add_state("zeros", total.new_zeros(()), "sum")
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:
         """Create an accumulator from one batch; see `update`."""
-        rows = select_rows(points, mask)
+        rows = numerics.select_rows(points, mask)
         return cls(rows.shape[1], rows.device).update(rows)
 
     @property
@@ -163,12 +150,11 @@ class AverageCosine(Accumulator):
         Raises:
             UserError: if shapes do not match, or the points are not floating.
         """
-        for block in upcast_blocks(select_rows(points, mask, self.dim)):
-            self._add_units(*unit_vectors(block))
+        for block in numerics.upcast_blocks(numerics.select_rows(points, mask, self.dim)):
+            self._add_units(*numerics.unit_vectors(block))
         return self
 
     def _add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
-        """Add the unit vectors `(n, d)` of points, and a mask `(n,)` that is false where a point is zero."""
         self.total = self.total + units.sum(0)
         self.count = self.count + is_nonzero.sum()
         self.zeros = self.zeros + (~is_nonzero).sum()
@@ -220,7 +206,7 @@ class AverageCosine(Accumulator):
                 f"{self.count:g} points other than zero have no average cosine or direction; "
                 f"expected at least {min_count}"
             )
-        check_finite(self.total, "the points")
+        numerics.check_finite(self.total, "the points")
 
 
 class IntraSim(Accumulator):
@@ -276,5 +262,5 @@ class IntraSim(Accumulator):
 
 
 def _check_tokens(tokens: Tensor, points: Tensor) -> None:
-    check_one_per_point(tokens, "tokens", points)
-    check_integers(tokens, "tokens")
+    numerics.check_one_per_point(tokens, "tokens", points)
+    numerics.check_integers(tokens, "tokens")

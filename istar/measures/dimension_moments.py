@@ -79,18 +79,13 @@ class DimensionMoments(Accumulator):
         m2, m3, m4: the sums of powers, `(d,)` each.
     """
 
-    count: Tensor
-    mean: Tensor
-    m2: Tensor
-    m3: Tensor
-    m4: Tensor
-
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         zeros = zero_vector(dim, device)
-        self.add_state("count", zeros.new_zeros(()), "sum")
-        self.add_state("mean", zeros, "mean")
-        for name in ("m2", "m3", "m4"):
-            self.add_state(name, torch.zeros_like(zeros), "central")
+        self.count = self.add_state("count", zeros.new_zeros(()), "sum")
+        self.mean = self.add_state("mean", zeros, "mean")
+        self.m2 = self.add_state("m2", torch.zeros_like(zeros), "central")
+        self.m3 = self.add_state("m3", torch.zeros_like(zeros), "central")
+        self.m4 = self.add_state("m4", torch.zeros_like(zeros), "central")
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:

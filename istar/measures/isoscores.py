@@ -258,7 +258,6 @@ def _to_moments(points: Tensor | MomentsT, mask: Tensor | None, moments_class: t
 
 
 def _compute_nonzero_covariance(moments: Moments) -> Tensor:
-    """Return the covariance of points; raise `UserError` if it is not finite, or zero up to rounding."""
     covariance = moments.covariance()
     squared_mean = moments.mean.square().sum()
     _check_nonzero_trace(covariance, "the covariance of the points", squared_mean, moments.epsilon)

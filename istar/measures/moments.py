@@ -84,17 +84,12 @@ class Moments(Accumulator):
         epsilon: machine epsilon of the narrowest dtype used to sum a batch, 0-d; 0 without batches.
     """
 
-    count: Tensor
-    mean: Tensor
-    scatter: Tensor
-    epsilon: Tensor
-
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         zeros = zero_vector(dim, device)
-        self.add_state("count", zeros.new_zeros(()), "sum")
-        self.add_state("mean", zeros, "mean")
-        self.add_state("scatter", zeros.new_zeros(dim, dim), "central")
-        self.add_state("epsilon", zeros.new_zeros(()), "max")
+        self.count = self.add_state("count", zeros.new_zeros(()), "sum")
+        self.mean = self.add_state("mean", zeros, "mean")
+        self.scatter = self.add_state("scatter", zeros.new_zeros(dim, dim), "central")
+        self.epsilon = self.add_state("epsilon", zeros.new_zeros(()), "max")
 
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:
@@ -175,13 +170,10 @@ class FourthMoments(Moments):
         fourth: F, 0-d.
     """
 
-    third: Tensor
-    fourth: Tensor
-
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         super().__init__(dim, device)
-        self.add_state("third", torch.zeros_like(self.mean), "central")
-        self.add_state("fourth", torch.zeros_like(self.count), "central")
+        self.third = self.add_state("third", torch.zeros_like(self.mean), "central")
+        self.fourth = self.add_state("fourth", torch.zeros_like(self.count), "central")
 
     @classmethod
     def about_mean(cls, origin: Tensor, sums: Sequence[Tensor], epsilon: Tensor) -> Self:
@@ -233,7 +225,6 @@ class FourthMoments(Moments):
 
 
 def _recenter(batch: BatchMoments, center: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the third and fourth moments of a batch about `center` instead of its mean; see `FourthMoments`."""
     assert batch.third is not None
     assert batch.fourth is not None
     delta = batch.mean - center

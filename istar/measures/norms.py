@@ -102,27 +102,19 @@ class Norms(Accumulator):
         bins: number of norms below the first edge, in each bin, and above the last edge: `(len(edges) + 1,)`.
     """
 
-    edges: Tensor
-    count: Tensor
-    norm_total: Tensor
-    total: Tensor
-    smallest: Tensor
-    largest: Tensor
-    bins: Tensor
-
     def __init__(self, dim: int, edges: Sequence[float] = (), device: torch.device | str | None = None) -> None:
         zeros = zero_vector(dim, device)
         edges = tuple(float(edge) for edge in edges)
         are_ascending = all(low < high for low, high in itertools.pairwise(edges))
         if len(edges) == 1 or not are_ascending or not all(map(math.isfinite, edges)):
             raise UserError(f"edges are {list(edges)}; expected at least 2 ascending numbers, or none")
-        self.add_state("edges", zeros.new_tensor(edges), "equal")
-        self.add_state("count", zeros.new_zeros((), dtype=torch.int64), "sum")
-        self.add_state("norm_total", zeros.new_zeros(()), "sum")
-        self.add_state("total", zeros, "sum")
-        self.add_state("smallest", zeros.new_full((), math.inf), "min")
-        self.add_state("largest", zeros.new_full((), -math.inf), "max")
-        self.add_state("bins", zeros.new_zeros(len(edges) + 1 if edges else 0, dtype=torch.int64), "sum")
+        self.edges = self.add_state("edges", zeros.new_tensor(edges), "equal")
+        self.count = self.add_state("count", zeros.new_zeros((), dtype=torch.int64), "sum")
+        self.norm_total = self.add_state("norm_total", zeros.new_zeros(()), "sum")
+        self.total = self.add_state("total", zeros, "sum")
+        self.smallest = self.add_state("smallest", zeros.new_full((), math.inf), "min")
+        self.largest = self.add_state("largest", zeros.new_full((), -math.inf), "max")
+        self.bins = self.add_state("bins", zeros.new_zeros(len(edges) + 1 if edges else 0, dtype=torch.int64), "sum")
 
     @torch.no_grad()
     def update(self, points: Tensor, mask: Tensor | None = None) -> Self:

@@ -16,18 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from istar.errors import UserError
+from istar.measures import numerics
 from istar.measures.accumulator import Accumulator
-from istar.measures.numerics import (
-    accumulation_dtype,
-    block_length,
-    check_finite,
-    check_integers,
-    check_one_per_point,
-    norms_and_units,
-    select_rows,
-    split_rows,
-    zero_vector,
-)
 
 _MAX_INITIAL_BYTES = 2**22
 """Sums of unit vectors that take at most this memory for all groups are allocated at once, larger ones as needed."""
@@ -143,7 +133,6 @@ class RowsByGroup:
 
     @cached_property
     def _membership(self) -> Tensor:
-        """Whether each row is in each group, 1 or 0, `(k, n)`."""
         return (self.indices == torch.arange(len(self.groups), device=self.indices.device)[:, None]).float()
 
 
@@ -162,16 +151,14 @@ class RowSums(Accumulator):
         row_of_group: row of each group, or -1, `(groups,)`, int64.
     """
 
-    dim: int
-    totals: Tensor
-    row_of_group: Tensor
-
     def __init__(self, groups: int, zero: Tensor) -> None:
         self._has_all_rows = groups * len(zero) * zero.element_size() <= _MAX_INITIAL_BYTES
         rows = torch.arange(groups, device=zero.device)
-        self.add_state("dim", len(zero), "equal")
-        self.add_state("totals", zero.new_zeros(groups if self._has_all_rows else 0, len(zero)), "custom")
-        self.add_state("row_of_group", rows if self._has_all_rows else torch.full_like(rows, -1), "custom")
+        self.dim = self.add_state("dim", len(zero), "equal")
+        self.totals = self.add_state("totals", zero.new_zeros(groups if self._has_all_rows else 0, len(zero)), "custom")
+        self.row_of_group = self.add_state(
+            "row_of_group", rows if self._has_all_rows else torch.full_like(rows, -1), "custom"
+        )
 
     def add(self, groups: Tensor, vectors: Tensor) -> None:
         """Add vectors `(n, d)` to the sums of their groups `(n,)`, int64."""
@@ -231,20 +218,16 @@ class GroupedPoints(Accumulator):
         norm_total: sum of the norms, `(groups,)`.
     """
 
-    count: Tensor
-    nonzero: Tensor
-    norm_total: Tensor
-
     def __init__(
         self, groups: int, dim: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         if groups < 1:
             raise UserError(f"there are {groups} groups; expected at least 1")
-        zero = zero_vector(dim, device)
+        zero = numerics.zero_vector(dim, device)
         self._unit_totals = RowSums(groups, zero if dtype is None else zero.to(dtype))
-        self.add_state("norm_total", zero.new_zeros(groups), "sum")
-        self.add_state("count", zero.new_zeros(groups, dtype=torch.int64), "sum")
-        self.add_state("nonzero", zero.new_zeros(groups, dtype=torch.int64), "sum")
+        self.norm_total = self.add_state("norm_total", zero.new_zeros(groups), "sum")
+        self.count = self.add_state("count", zero.new_zeros(groups, dtype=torch.int64), "sum")
+        self.nonzero = self.add_state("nonzero", zero.new_zeros(groups, dtype=torch.int64), "sum")
 
     @property
     def groups(self) -> int:
@@ -271,14 +254,14 @@ class GroupedPoints(Accumulator):
         Raises:
             UserError: if shapes or dtypes do not match, or a group is out of range.
         """
-        check_one_per_point(groups, "groups", points)
-        rows = select_rows(points, mask, self._unit_totals.dim)
+        numerics.check_one_per_point(groups, "groups", points)
+        rows = numerics.select_rows(points, mask, self._unit_totals.dim)
         groups = _convert_groups((groups if mask is None else groups[mask.bool()]).reshape(-1), self.groups)
         if len(rows):
-            blocks = split_rows(rows)
+            blocks = numerics.split_rows(rows)
             groups_by_block = groups.split([len(block) for block in blocks])
             for block, block_groups in zip(blocks, groups_by_block, strict=True):
-                norms, units, is_nonzero = norms_and_units(block.to(self.norm_total.dtype))
+                norms, units, is_nonzero = numerics.norms_and_units(block.to(self.norm_total.dtype))
                 self._unit_totals.add(block_groups, units)
                 self.norm_total.index_add_(0, block_groups, norms)
                 self.count.index_add_(0, block_groups, torch.ones_like(block_groups))
@@ -354,7 +337,7 @@ class GroupedPoints(Accumulator):
         Raises:
             NonFiniteError: if a point is not finite.
         """
-        check_finite(self.norm_total, "the points")
+        numerics.check_finite(self.norm_total, "the points")
         totals, occupied = self._unit_totals, self._unit_totals.find_occupied()
         rows = totals.row_of_group[occupied]
         counts_by_row = self.count.new_zeros(len(totals.totals)).index_copy_(0, rows, self.nonzero[occupied])
@@ -364,23 +347,16 @@ class GroupedPoints(Accumulator):
 
 
 def _average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
-    r"""Return the average cosine over the pairs of points of each group, `(groups,)`; NaN for fewer than 2 points.
-
-    With the sum S of the n unit vectors of a group, it is :math:`(\lVert S \rVert^2 - n) / (n (n - 1))`.
-
-    Args:
-        totals: sum of the unit vectors of each group, `(groups, d)`; only groups of at least 2 points are read.
-        counts: number of points of each group, `(groups,)`.
-    """
-    averages = totals.new_full(counts.shape, torch.nan, dtype=accumulation_dtype(totals.device))
-    for group_indices in (counts > 1).nonzero().squeeze(1).split(block_length(totals)):
+    """Return InterSim of each group, `(groups,)`, from the sums of its unit vectors; NaN for fewer than 2 points."""
+    averages = totals.new_full(counts.shape, torch.nan, dtype=numerics.accumulation_dtype(totals.device))
+    for group_indices in (counts > 1).nonzero().squeeze(1).split(numerics.block_length(totals)):
         n = counts[group_indices].to(averages.dtype)
         averages[group_indices] = (totals[group_indices].to(averages.dtype).square().sum(1) - n) / (n * (n - 1))
     return averages
 
 
 def _convert_groups(groups: Tensor, num_groups: int) -> Tensor:
-    check_integers(groups, "groups")
+    numerics.check_integers(groups, "groups")
     if len(groups) and (groups.min() < 0 or groups.max() >= num_groups):
         raise UserError(f"groups are {groups.min():d} to {groups.max():d}; expected 0 to {num_groups - 1}")
     return groups.long()

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.numerics import (
-    accumulation_dtype,
-    check_matrix,
-    full_precision,
-    mean_row,
-    row_norms,
-    split_rows,
-    unit_vectors,
-    upcast_blocks,
-)
+from istar.measures import numerics
 from istar.measures.spectrum import decompose_rows
 
 Variant = Literal["corrected", "published"]
@@ -40,8 +31,8 @@ def centered(embeddings: Tensor) -> Tensor:
     Raises:
         UserError: if W is not a finite floating matrix with rows.
     """
-    check_matrix(embeddings, "embeddings")
-    mean = mean_row(embeddings)
+    numerics.check_matrix(embeddings, "embeddings")
+    mean = numerics.mean_row(embeddings)
     return _transform_by_block(embeddings, lambda block: block - mean)
 
 
@@ -56,10 +47,12 @@ def scaled_centered(embeddings: Tensor) -> Tensor:
 
     The argument and the errors are as in `centered`.
     """
-    check_matrix(embeddings, "embeddings")
-    unit_sum = torch.stack([unit_vectors(block)[0].sum(0) for block in upcast_blocks(embeddings)]).sum(0)
+    numerics.check_matrix(embeddings, "embeddings")
+    unit_sum = torch.stack(
+        [numerics.unit_vectors(block)[0].sum(0) for block in numerics.upcast_blocks(embeddings)]
+    ).sum(0)
     mean_direction = unit_sum / len(embeddings)
-    return _transform_by_block(embeddings, lambda block: block - row_norms(block)[:, None] * mean_direction)
+    return _transform_by_block(embeddings, lambda block: block - numerics.row_norms(block)[:, None] * mean_direction)
 
 
 @torch.no_grad()
@@ -86,17 +79,16 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
     """
     if variant not in get_args(Variant):
         raise UserError(f"variant is {variant!r}; expected one of {', '.join(get_args(Variant))}")
-    check_matrix(embeddings, "embeddings")
+    numerics.check_matrix(embeddings, "embeddings")
     dim = embeddings.shape[1]
     components = count_top_components(dim) if components is None else components
     if not 0 <= components <= dim:
         raise UserError(f"components is {components}; expected 0 to {dim}, the number of dimensions")
-    with full_precision(embeddings.device):
+    with numerics.full_precision(embeddings.device):
         spectrum = decompose_rows(embeddings, ["centered"])["centered"]
         mean, top_directions = spectrum.origin, spectrum.vectors[:, :components]
 
         def remove_components(block: Tensor) -> Tensor:
-            """Center rows, and subtract their top principal components."""
             centered = block - mean
             return centered - (centered if variant == "corrected" else block) @ top_directions @ top_directions.T
 
@@ -109,8 +101,7 @@ def count_top_components(dim: int) -> int:
 
 
 def _transform_by_block(embeddings: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function to blocks of rows in float64, and return the results as a new matrix of the rows' dtype."""
     result = torch.empty_like(embeddings)
-    for block, target in zip(split_rows(embeddings), split_rows(result), strict=True):
-        target.copy_(transform(block.to(accumulation_dtype(embeddings.device))))
+    for block, target in zip(numerics.split_rows(embeddings), numerics.split_rows(result), strict=True):
+        target.copy_(transform(block.to(numerics.accumulation_dtype(embeddings.device))))
     return result

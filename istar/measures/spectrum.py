@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
+from istar.measures import numerics
 from istar.measures.batch_moments import BatchMoments
 from istar.measures.moments import Moments, merge_moments
-from istar.measures.numerics import (
-    accumulation_dtype,
-    check_finite,
-    check_matrix,
-    full_precision,
-    mean_row,
-    upcast_blocks,
-    upcast_vector,
-)
 
 PowerLawWeights = Literal["equal", "inverse_rank"]
 _POINTS_PER_SUM = 4_096
@@ -65,10 +57,10 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
         scatter, mean = points.scatter.detach(), points.mean.detach()
         if not centered:
             scatter = scatter + points.count.detach() * torch.outer(mean, mean)
-        check_finite(scatter, "the points, or their squares,")
+        numerics.check_finite(scatter, "the points, or their squares,")
         return significant_roots(scatter, points, torch.linalg.eigvalsh(scatter).flip(0))
-    check_matrix(points, "points")
-    points = points.to(accumulation_dtype(points.device))
+    numerics.check_matrix(points, "points")
+    points = points.to(numerics.accumulation_dtype(points.device))
     values = torch.linalg.svdvals(points - points.mean(0) if centered else points)
     # The bound of rounding errors of an SVD; the last of n centered points never adds a dimension.
     rounding_error = max(points.shape) * torch.finfo(points.dtype).eps * values[0]
@@ -101,14 +93,14 @@ def decompose_rows(matrix: Tensor, forms: Sequence[str] = ("raw", "centered")) -
     Raises:
         UserError: if the matrix is not a finite floating matrix with rows.
     """
-    check_matrix(matrix, "embeddings")
-    largest = max(block.abs().amax().item() for block in upcast_blocks(matrix))
+    numerics.check_matrix(matrix, "embeddings")
+    largest = max(block.abs().amax().item() for block in numerics.upcast_blocks(matrix))
     # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
-    with full_precision(matrix.device):
-        mean = mean_row(matrix) * scale
+    with numerics.full_precision(matrix.device):
+        mean = numerics.mean_row(matrix) * scale
         scatter = mean.new_zeros(len(mean), len(mean))
-        for block in upcast_blocks(matrix):
+        for block in numerics.upcast_blocks(matrix):
             centered = block * scale - mean
             scatter.addmm_(centered.T, centered)
         moments = merge_moments([BatchMoments(mean.new_tensor(float(len(matrix))), mean, scatter)])
@@ -351,7 +343,7 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
     >>> round(top_share(torch.tensor([1.0, 6.0, 2.0, 1.0]), k=2).item(), 6)
     0.8
     """
-    values = upcast_vector(values, "the vector")
+    values = numerics.upcast_vector(values, "the vector")
     if not 1 <= k <= len(values):
         raise UserError(f"k is {k}; expected 1 to {len(values)}, the number of values")
     # Scaling first keeps the sum of very large numbers in range.
@@ -370,7 +362,7 @@ def variance_shares(variances: Tensor) -> Tensor:
     Raises:
         UserError: as `effective_rank`.
     """
-    variances = upcast_vector(variances, "the vector")
+    variances = numerics.upcast_vector(variances, "the vector")
     if (variances < 0).any():
         raise UserError(f"the smallest value is {variances.min():g}; expected none below 0")
     largest = variances.detach().amax()

@@ -92,10 +92,6 @@ def _unwrap_adapters(model: nn.Module) -> PreTrainedModel:
 
 
 def _make_random_documents(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the ids of three random documents without padding, (1, tokens) each.
-
-    The first two are as long as the trial's first document, the third as long as its second.
-    """
     generator = torch.Generator().manual_seed(0)
     vocab_size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     pad_token_id = getattr(model.config, "pad_token_id", None)

@@ -133,11 +133,8 @@ def _read_tensor(source: ModelSource, names: list[str], layer: nn.Module) -> tup
 
 
 def _choose_name(names: Sequence[str], stored_names: Collection[str]) -> str | None:
-    """Return the first of the names that is stored, or else the only stored name with the same last two parts.
-
-    transformers renames weights of some models with images or sound: `language_model.model.embed_tokens.weight` becomes
-    `model.language_model.embed_tokens.weight`.
-    """
+    # transformers renames weights of some models with images or sound: `language_model.model.embed_tokens.weight`
+    # becomes `model.language_model.embed_tokens.weight`.
     endings = {tuple(name.split(".")[-2:]) for name in names}
     similar_names = [name for name in stored_names if tuple(name.split(".")[-2:]) in endings]
     only_similar_name = similar_names[0] if len(similar_names) == 1 else None

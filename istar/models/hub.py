@@ -12,14 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import datasets
 from datasets.exceptions import DatasetNotFoundError
-from huggingface_hub import HfApi, get_session
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
+from huggingface_hub import HfApi, errors, get_session
 
 from istar.errors import UserError, mask_secrets, shorten
 
@@ -96,7 +89,7 @@ def find_commit(name: str, revision: str | None, kind: RepositoryKind) -> str:
             raise UserError(f"{title}: {reason}; {LOCAL_COPY_HINTS[kind]}") from error
     try:
         commit = str(resolve_revision(local_files_only=True).resolved)
-    except RevisionResolutionError as error:
+    except errors.RevisionResolutionError as error:
         raise UserError(f"{title}: not in the local cache, and {problem}; {LOCAL_COPY_HINTS[kind]}") from error
     except (OSError, ValueError) as error:  # the name cannot be a hub id, for example because it is too long
         raise UserError(f"{title}: {shorten(error)}; {LOCAL_COPY_HINTS[kind]}") from error
@@ -116,19 +109,21 @@ def explain_refusal(error: BaseException, name: str, kind: RepositoryKind) -> st
     page = f"{datasets.config.HF_ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     for cause in causes:
         # `datasets` drops the hub's answer and keeps only a message.
-        if isinstance(cause, GatedRepoError) or (isinstance(cause, DatasetNotFoundError) and "gated" in str(cause)):
+        if isinstance(cause, errors.GatedRepoError) or (
+            isinstance(cause, DatasetNotFoundError) and "gated" in str(cause)
+        ):
             return (
                 f"access needs consent to its conditions: accept them at {page}, then log in with `hf auth login` or "
                 "set HF_TOKEN"
             )
-        if isinstance(cause, RepositoryNotFoundError):
+        if isinstance(cause, errors.RepositoryNotFoundError):
             return (
                 f"the hub has no {_TITLES[kind]} of this name, or a private one: check the name, or log in with "
                 "`hf auth login` or set HF_TOKEN"
             )
-        if isinstance(cause, RevisionNotFoundError):
+        if isinstance(cause, errors.RevisionNotFoundError):
             return f"the hub has no such revision; expected a branch, a tag or a commit, which are listed at {page}"
-        if isinstance(cause, HfHubHTTPError) and cause.response.status_code in (401, 403):
+        if isinstance(cause, errors.HfHubHTTPError) and cause.response.status_code in (401, 403):
             return (
                 f"the hub refuses access (HTTP status {cause.response.status_code}): log in with `hf auth login`, or "
                 "set HF_TOKEN to a token that may read it"

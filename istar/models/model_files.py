@@ -45,7 +45,6 @@ def load_checkpoint_config(source: ModelSource) -> Any:
 
 
 def _load_pretrained(source: ModelSource, auto_class: Any, /, **options: Any) -> Any:
-    """Call `auto_class.from_pretrained` for a model, without log output or network retries."""
     with convert_to_user_errors(source), silence_transformers():
         return auto_class.from_pretrained(source.name, **make_hub_options(source), **options)
 
@@ -176,10 +175,7 @@ def check_json_files(folder: Path) -> None:
 
 
 def _select_weights(model: nn.Module, part: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the names of a model's weights that are weights of one of its parts, without a pooler's.
-
-    Many models are pretrained without a pooler.
-    """
+    """Return the names of a model's weights that are weights of one of its parts, without a pooler's."""
     # Tied weights have several names.
     part_weights = {id(weight) for weight in part.state_dict(keep_vars=True).values()}
     weights = model.state_dict(keep_vars=True)

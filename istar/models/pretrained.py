@@ -12,16 +12,9 @@ import torch
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
+from istar.models import model_files
 from istar.models.adapters import find_base, save_adapters
 from istar.models.architectures import is_decoder
-from istar.models.model_files import (
-    check_json_files,
-    convert_to_user_errors,
-    get_embedding_weight,
-    load_weights,
-    make_hub_options,
-    silence_transformers,
-)
 from istar.models.model_source import DTYPES, ModelSource, is_folder
 from istar.models.special_tokens import make_one_token_tokenizer
 
@@ -43,10 +36,10 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     if os.path.isfile(source.name):  # noqa: PTH113  Path.is_file raises an error if the name is too long
         raise UserError(f"{noun} {source.name} is a file; name the folder that save_pretrained wrote it to")
     if is_folder(source.name):
-        check_json_files(Path(source.name))
+        model_files.check_json_files(Path(source.name))
         source = find_base(source, "tokenizer_config.json") or source
-    with convert_to_user_errors(source, noun), silence_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(source.name, **make_hub_options(source))
+    with model_files.convert_to_user_errors(source, noun), model_files.silence_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(source.name, **model_files.make_hub_options(source))
     if not tokenizer.is_fast:
         raise UserError(f"{noun} {source.name} has no fast tokenizer; choose a model with a tokenizer.json")
     # If files are missing, transformers creates a tokenizer with special tokens only; all texts are alike to it.
@@ -75,14 +68,14 @@ def load_encoder(
     cannot process the tokenizer's output.
     """
     placement = {} if isinstance(device, str) else device
-    model: Any = load_weights(source, AutoModel, dtype=get_dtype(dtype), **placement)
+    model: Any = model_files.load_weights(source, AutoModel, dtype=get_dtype(dtype), **placement)
     input_device = next((weight.device for weight in model.parameters() if not weight.is_meta), None)
     if input_device is None:
         raise UserError(f"{source.label}: --max-memory has no room for the first layer; the disk can take only others")
     if model.config.is_encoder_decoder:
         log.warning("%s is an encoder-decoder (%s); only its encoder is read", source.label, model.config.model_type)
         model = model.get_encoder()
-    trial_tokenizer = make_one_token_tokenizer(tokenizer, get_embedding_weight(model, "input"))
+    trial_tokenizer = make_one_token_tokenizer(tokenizer, model_files.get_embedding_weight(model, "input"))
     inputs = trial_tokenizer("a", return_tensors="pt", return_token_type_ids=False).to(input_device)
     check_outputs(source.label, model, tokenizer, inputs)
     return model.eval().to(find_device(device)) if isinstance(device, str) else model.eval()
@@ -123,7 +116,7 @@ def save(
         OSError: if the folder cannot be written.
     """
     try:
-        with silence_transformers(), _enable_key_value_cache(model):
+        with model_files.silence_transformers(), _enable_key_value_cache(model):
             if isinstance(model, PreTrainedModel):
                 model.save_pretrained(folder, state_dict=weights)
             else:
@@ -158,7 +151,7 @@ def check_outputs(label: str, model: Any, tokenizer: PreTrainedTokenizerBase, in
 
     The message names the model by `label`.
     """
-    embedding = get_embedding_weight(model, "input")
+    embedding = model_files.get_embedding_weight(model, "input")
     class_name = type(model).__name__
     other_inputs = " and ".join(sorted(_OTHER_INPUTS.intersection(inspect.signature(model.forward).parameters)))
     refusal = f"{label} is a {class_name}, which has no embeddings of tokens; choose a model of text"

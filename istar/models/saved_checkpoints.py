@@ -189,7 +189,6 @@ def common_name(checkpoints: Sequence[Checkpoint]) -> str:
 
 
 def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequence[str]) -> dict[str, int | None]:
-    """Return the step of each checkpoint by its label; `steps` may name it by label, path or last part of the path."""
     aliases = {
         label: (label, path, Path(path).name, Path(path).stem) for label, path in zip(labels, paths, strict=True)
     }
@@ -206,10 +205,6 @@ def _match_steps(steps: Mapping[str, int], labels: Sequence[str], paths: Sequenc
 
 
 def _find_models_in(folder: Path) -> list[Path]:
-    """Return the folders of a run's kept models, of a Trainer's checkpoints, or of the models in a folder of models.
-
-    Empty for a run that kept none, and for a model without checkpoints.
-    """
     if kept_models := list(filter(is_model_folder, list_visible(folder / KEPT_MODELS))):
         return kept_models
     models = [] if is_model_folder(folder / "model") else list(filter(is_model_folder, list_visible(folder)))
@@ -220,7 +215,6 @@ def _find_models_in(folder: Path) -> list[Path]:
 
 
 def _inspect_path(path: Path) -> _FoundCheckpoint | None:
-    """Return the checkpoint at a path with its recorded step, or None if it is not a checkpoint."""
     if path.suffix == ".ckpt":
         run = path.parent.parent if path.parent.name == _CHECKPOINT_FOLDER else path.parent
         try:
@@ -244,7 +238,6 @@ def _inspect_path(path: Path) -> _FoundCheckpoint | None:
 
 
 def _read_best_step(run: Path) -> int | None:
-    """Return the step of a run's best epoch (its saved model), or None if `result.json` lacks it."""
     result = _read_json(run / RESULT)
     try:
         best_epoch = result["headline"]["epoch"]
@@ -254,7 +247,6 @@ def _read_best_step(run: Path) -> int | None:
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it is missing, or (with a warning) unreadable."""
     try:
         return read_json(path)
     except MissingFileError:

@@ -166,7 +166,6 @@ class Terms(NamedTuple):
         is_undefined = self.score.detach().isnan() & (sum(zeros[1:], zeros[0]) == 0)
 
         def stop_nan(gradient: Tensor | None) -> Tensor | None:
-            """Return the gradient of a sum, or 0 instead of NaN without a score."""
             return None if gradient is None else gradient.masked_fill(is_undefined, 0)
 
         for total in self.sums:

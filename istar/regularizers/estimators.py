@@ -7,44 +7,33 @@ the sums of the layers are merged and scored by ordinary autograd operations on 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.batch_moments import BatchMoments, fourth_moments, mean_and_scatter_of_layers
+from istar.measures.batch_moments import fourth_moments, mean_and_scatter_of_layers
 from istar.measures.isoscores import (
     covariance_or_nan,
     unchecked_isoscore,
     unchecked_isoscore_unbiased,
     unchecked_shrinkage_intensity,
 )
-from istar.measures.moments import Moments, merge_moments
+from istar.measures.moments import FourthMoments, Moments, merge_moments
 from istar.measures.numerics import is_rounding
-
-
-class Estimate(NamedTuple):
-    """The score of the union of summarized layers; see `istar.regularizers.base.Terms` for the attributes."""
-
-    score: Tensor
-    points: Tensor
-    sums: tuple[Tensor, ...]
-    zeta: Tensor | None = None
+from istar.regularizers.base import Terms
 
 
 class Estimator(ABC):
-    """Estimates IsoScore from sums over the points of each layer."""
+    """Estimates IsoScore from sums over the points of each layer: by default, from their second and fourth moments."""
 
     measure: str
     """Name of the score in logs."""
     min_points = 2
     """Smallest number of points that can have a score."""
-    may_exceed_1 = False
-    """Whether the score can be above 1."""
 
-    @abstractmethod
     def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None]) -> list[Any]:
         """Reduce the hidden states of layers to sums over their points.
 
@@ -52,11 +41,11 @@ class Estimator(ABC):
             hidden_states: `(batch, tokens, d)` or `(n, d)` for each layer.
             indices: for each layer, the rows of the hidden state, flattened to `(n, d)`, that are points; None for all.
         """
+        return [fourth_moments(state, indices=rows) for state, rows in zip(hidden_states, indices, strict=True)]
 
-    @abstractmethod
     def estimate(
         self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
-    ) -> Estimate:
+    ) -> Terms:
         """Estimate the score of the union of summarized layers; NaN if the points have none.
 
         Args:
@@ -65,6 +54,19 @@ class Estimator(ABC):
             sync: estimate one score from the points of all processes.
             group: process group for `sync`; None is the default group.
         """
+        moments = merge_layers(summaries, sync, group)
+        score, zeta = self.score(moments, shrinkage)
+        score = score.to(summaries[0].scatter.dtype)
+        sums = (moments.scatter, moments.fourth) if isinstance(moments, FourthMoments) else (moments.scatter,)
+        return Terms(self.penalize(score), score, moments.count, zeta, sums=sums)
+
+    @abstractmethod
+    def score(self, moments: Any, shrinkage: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the score of points by their moments, and the zeta if it is estimated; NaN if the points have none."""
+
+    def penalize(self, score: Tensor) -> Tensor:
+        """Return the penalty of a score."""
+        return 1 - score
 
 
 class ShrinkageEstimator(Estimator):
@@ -85,28 +87,15 @@ class ShrinkageEstimator(Estimator):
         """Return the sizes, means and scatter matrices of blocks of layers."""
         return mean_and_scatter_of_layers(hidden_states, indices, self.matmul_dtype)
 
-    def estimate(
-        self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
-    ) -> Estimate:
-        """Estimate IsoScore\\* of the union of the layers."""
-        moments = merge_layers(summaries, sync, group)
+    def score(self, moments: Moments, shrinkage: Tensor | None) -> tuple[Tensor, None]:
         covariance = covariance_or_nan(moments)
         if shrinkage is None:
-            score = torch.where(has_variance(moments), unchecked_isoscore(covariance), torch.nan)
-        else:
-            score = unchecked_isoscore(torch.lerp(covariance, convert_shrinkage(shrinkage, covariance), self.zeta))
-        return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter,))
+            return torch.where(has_variance(moments), unchecked_isoscore(covariance), torch.nan), None
+        shrunk = torch.lerp(covariance, convert_shrinkage(shrinkage, covariance), self.zeta)
+        return unchecked_isoscore(shrunk), None
 
 
-class FourthMomentEstimator(Estimator):
-    """An estimator that needs the fourth moment of the points, too."""
-
-    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None]) -> list[Any]:
-        """Return the count, mean, scatter matrix and fourth moment of the points of each layer."""
-        return [fourth_moments(state, indices=rows) for state, rows in zip(hidden_states, indices, strict=True)]
-
-
-class AutomaticShrinkageEstimator(FourthMomentEstimator):
+class AutomaticShrinkageEstimator(Estimator):
     r"""IsoScore\* with a zeta that is estimated from each batch by `istar.measures.shrinkage_intensity`.
 
     Zeta is a constant in the gradient.
@@ -114,36 +103,29 @@ class AutomaticShrinkageEstimator(FourthMomentEstimator):
 
     measure = "isoscore_star"
 
-    def estimate(
-        self, summaries: Sequence[BatchMoments], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
-    ) -> Estimate:
-        """Estimate zeta and IsoScore\\* of the union of the layers."""
-        moments: Any = merge_layers(summaries, sync, group)
+    def score(self, moments: FourthMoments, shrinkage: Tensor | None) -> tuple[Tensor, Tensor]:
         covariance = covariance_or_nan(moments)
         assert shrinkage is not None
         shrinkage = convert_shrinkage(shrinkage, covariance)
         zeta = torch.where(has_variance(moments), unchecked_shrinkage_intensity(moments, shrinkage), torch.nan)
-        score = unchecked_isoscore(torch.lerp(covariance, shrinkage, zeta)).to(summaries[0].scatter.dtype)
-        return Estimate(score, moments.count, (moments.scatter, moments.fourth), zeta)
+        return unchecked_isoscore(torch.lerp(covariance, shrinkage, zeta)), zeta
 
 
-class UnbiasedEstimator(FourthMomentEstimator):
+class UnbiasedEstimator(Estimator):
     """The unbiased IsoScore of independent points, `istar.measures.isoscore_unbiased`."""
 
     measure = "isoscore_unbiased"
     min_points = 4
-    may_exceed_1 = True
 
-    def estimate(
-        self, summaries: Sequence[BatchMoments], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
-    ) -> Estimate:
-        """Estimate the unbiased score of the union of the layers."""
-        moments: Any = merge_layers(summaries, sync, group)
-        score = torch.where(has_variance(moments), unchecked_isoscore_unbiased(moments), torch.nan)
-        return Estimate(score.to(summaries[0].scatter.dtype), moments.count, (moments.scatter, moments.fourth))
+    def score(self, moments: FourthMoments, shrinkage: Tensor | None) -> tuple[Tensor, None]:
+        return torch.where(has_variance(moments), unchecked_isoscore_unbiased(moments), torch.nan), None
+
+    def penalize(self, score: Tensor) -> Tensor:
+        """Return the penalty of a score, which may be above 1."""
+        return 1 - score.clamp(max=1)
 
 
-def merge_layers(summaries: Sequence[BatchMoments], sync: bool, group: dist.ProcessGroup | None) -> Moments:
+def merge_layers(summaries: Sequence[Any], sync: bool, group: dist.ProcessGroup | None) -> Moments:
     """Merge the moments of layers, over all processes with `sync`; raise `UserError` for fewer than 2 dimensions."""
     moments = merge_moments(summaries)
     if moments.dim < 2:

@@ -15,13 +15,8 @@ from torch import Tensor
 from istar.errors import OptionError, UserError, check_number_or_word, check_one_of
 from istar.measures.isoscores import check_covariance
 from istar.measures.numerics import without_autocast
+from istar.regularizers import estimators
 from istar.regularizers.base import Penalty, Terms
-from istar.regularizers.estimators import (
-    AutomaticShrinkageEstimator,
-    Estimator,
-    ShrinkageEstimator,
-    UnbiasedEstimator,
-)
 from istar.regularizers.points import Layers, Tokens
 
 AUTO = "auto"
@@ -106,12 +101,12 @@ class IStar(Penalty):
                 "expected float32"
             )
 
-    def _make_estimator(self) -> Estimator:
+    def _make_estimator(self) -> estimators.Estimator:
         if self.estimator == "unbiased":
-            return UnbiasedEstimator()
+            return estimators.UnbiasedEstimator()
         if isinstance(self.zeta, str):
-            return AutomaticShrinkageEstimator()
-        return ShrinkageEstimator(float(self.zeta), torch.bfloat16 if self.compute == "bf16" else None)
+            return estimators.AutomaticShrinkageEstimator()
+        return estimators.ShrinkageEstimator(float(self.zeta), torch.bfloat16 if self.compute == "bf16" else None)
 
     def reset(self, keep_shrinkage_covariance: bool = False) -> None:
         super().reset()
@@ -126,10 +121,7 @@ class IStar(Penalty):
             return self._estimator.summarize(hidden_states, indices)
 
     def score(self, summaries: Sequence[Any]) -> Terms:
-        estimate = self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)
-        score = estimate.score
-        value = 1 - (score.clamp(max=1) if self._estimator.may_exceed_1 else score)
-        return Terms(value, score, estimate.points, estimate.zeta, sums=estimate.sums)
+        return self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)
 
 
 def check_zeta(zeta: float | str) -> None:

@@ -1,7 +1,7 @@
 """Selection of the layers and tokens of a penalty."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -183,6 +183,7 @@ def layer_numbers(num_layers: int, layers: Layers) -> list[int]:
     return sorted(selected_numbers)
 
 
+@dataclass(eq=False)
 class Tokens:
     """The tokens of a forward pass that are points, chosen from the arguments of the call.
 
@@ -201,26 +202,16 @@ class Tokens:
         num_left_out: number of points that `max_norm_ratio` has left out so far, in all layers.
     """
 
-    def __init__(
-        self,
-        attention_mask: Any = None,
-        points: Points = ALL_POINTS,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        predicts_next: bool = False,
-        sample: PointSample | None = None,
-    ) -> None:
-        self.attention_mask = attention_mask
-        self.points = points
-        self.input_ids = input_ids
-        self.labels = labels
-        self.position_ids = position_ids
-        self.predicts_next = predicts_next
-        self.sample = sample
-        self.num_left_out = 0
-        # By the shape of the hidden states, `(batch, tokens)`, which is the same for most layers of a pass.
-        self._indices: dict[torch.Size, Tensor | None] = {}
+    attention_mask: Any = None
+    points: Points = ALL_POINTS
+    input_ids: Tensor | None = None
+    labels: Tensor | None = None
+    position_ids: Tensor | None = None
+    predicts_next: bool = False
+    sample: PointSample | None = None
+    num_left_out: int = field(default=0, init=False)
+    # By the shape of the hidden states, `(batch, tokens)`, which is the same for most layers of a pass.
+    _indices: dict[torch.Size, Tensor | None] = field(default_factory=dict, init=False)
 
     def indices_of(self, hidden_state: Tensor) -> Tensor | None:
         """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.

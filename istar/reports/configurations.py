@@ -18,6 +18,7 @@ from istar.runs.key import RunKey, flatten_settings
 from istar.runs.names import BASE, scale_for_display
 from istar.runs.record import RunRecord
 from istar.runs.run_rows import selection_sort_key
+from istar.statistics.arguments import is_finite
 from istar.statistics.paired import MeanAndStd, mean_and_std
 
 VALIDATION, HELD_OUT = "validation", "held-out"
@@ -287,8 +288,3 @@ def find_differing_keys(first: RunKey, second: RunKey) -> list[str]:
         and not key.startswith(("reg.", "task.name"))
         and str(settings.get(key)) != str(other_settings.get(key))
     ]
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether the value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

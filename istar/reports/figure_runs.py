@@ -10,15 +10,9 @@ from typing import Any
 import pandas as pd
 
 from istar.drawing.plot import Line, Panel
-from istar.reports.configurations import (
-    by_model_and_task,
-    describe_hyperparameters,
-    find_best_group,
-    hash_without,
-    is_finite,
-    row_dicts,
-)
+from istar.reports import configurations
 from istar.runs.names import BASE_LABEL, axis_label
+from istar.statistics.arguments import is_finite
 
 _SYMBOLS = {"reg.lambda": "λ", "reg.zeta": "ζ", "reg.layers": "layer"}
 
@@ -41,7 +35,7 @@ class FigureRuns:
 def split_by_task(all_runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Return the usable runs of each model and task; an empty list if no run has a penalty."""
     usable_runs = all_runs[all_runs["usable"]]
-    return list(by_model_and_task(usable_runs)) if "reg.lambda" in usable_runs else []
+    return list(configurations.by_model_and_task(usable_runs)) if "reg.lambda" in usable_runs else []
 
 
 def get_istar_runs(runs: pd.DataFrame) -> pd.DataFrame:
@@ -55,7 +49,7 @@ def select_by_lambda(runs: pd.DataFrame, candidates: pd.DataFrame) -> FigureRuns
     `runs` are the usable runs of one model and task, and `candidates` the runs of one penalty among them.
     """
     selected = select_settings(candidates, "reg.lambda")
-    has_same_settings = hash_without(runs, "reg") == selected["key"].iloc[0].without("reg")
+    has_same_settings = configurations.hash_without(runs, "reg") == selected["key"].iloc[0].without("reg")
     base_runs = runs[(runs["family"] == "base") & has_same_settings]
     runs_by_lambda = {**({} if base_runs.empty else {BASE_LABEL: base_runs}), **group_by_number(selected, "reg.lambda")}
     return FigureRuns("reg.lambda", candidates, selected, runs_by_lambda)
@@ -69,17 +63,19 @@ def select_settings(candidates: pd.DataFrame, varied: str) -> pd.DataFrame:
     the runs of one model, task and method.
     """
     settings = choose_settings(candidates, varied)
-    return candidates[hash_without(candidates, varied) == settings]
+    return candidates[configurations.hash_without(candidates, varied) == settings]
 
 
 def choose_settings(candidates: pd.DataFrame, varied: str) -> str:
     """Return the hash of the settings that `select_settings` selects."""
-    candidates = candidates.assign(shared=hash_without(candidates, varied))
+    candidates = candidates.assign(shared=configurations.hash_without(candidates, varied))
     has_several_values = candidates.groupby("shared")["configuration"].transform("nunique") > 1
     preferred = candidates[has_several_values] if has_several_values.any() else candidates
     table1_key = candidates["table1_key"].iloc[0]
     table1_hash = "" if table1_key is None else table1_key.without(varied)
-    return table1_hash if table1_hash in set(preferred["shared"]) else find_best_group(preferred, "shared")
+    return (
+        table1_hash if table1_hash in set(preferred["shared"]) else configurations.find_best_group(preferred, "shared")
+    )
 
 
 def group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
@@ -93,7 +89,7 @@ def build_panel(selection: FigureRuns, lines: Sequence[Line], y_label: str = "")
     Without `y_label`, which is an IsoScore, the label is the headline metric.
     """
     varied, symbol = selection.varied, _SYMBOLS[selection.varied]
-    first_run = row_dicts(selection.selected.head(1))[0]
+    first_run = configurations.row_dicts(selection.selected.head(1))[0]
     settings = [
         f"{_SYMBOLS[key]} = {first_run[key]:g}"
         for key in ("reg.lambda", "reg.zeta")
@@ -101,13 +97,15 @@ def build_panel(selection: FigureRuns, lines: Sequence[Line], y_label: str = "")
     ]
     num_runs = len(selection.folders)
     counts = f"{num_runs} run{'s' * (num_runs > 1)}"
-    shown_hashes, all_hashes = (set(hash_without(runs, varied)) for runs in (selection.selected, selection.candidates))
+    shown_hashes, all_hashes = (
+        set(configurations.hash_without(runs, varied)) for runs in (selection.selected, selection.candidates)
+    )
     if (num_hidden := len(all_hashes) - 1) > 0:
         counts += f", {num_hidden} other configuration{'s' * (num_hidden > 1)} not shown"
         table1_key = first_run["table1_key"]
         if table1_key is not None and table1_key.without(varied) in all_hashes - shown_hashes:
             counts += f", among them that of Table 1, for which only one {symbol} was tried"
-    notes = [", ".join([*settings, describe_hyperparameters(first_run)]), counts]
+    notes = [", ".join([*settings, configurations.describe_hyperparameters(first_run)]), counts]
     max_seeds = max(map(len, selection.runs_by_value.values()), default=0)
     fewer_seeds = [
         f"{len(runs)} at {value if isinstance(value, str) else f'{symbol} = {value:g}'}"

@@ -12,18 +12,10 @@ import numpy as np
 import pandas as pd
 
 from istar.errors import UserError
-from istar.reports.configurations import (
-    HELD_OUT,
-    VALIDATION,
-    by_model_and_task,
-    find_best_group,
-    have_same_inputs,
-    is_finite,
-    row_dicts,
-)
+from istar.reports import configurations
 from istar.runs.names import BASE_LABEL, is_lower_better
 from istar.statistics import ALPHA, POWER, paired, power
-from istar.statistics.arguments import is_constant
+from istar.statistics.arguments import is_constant, is_finite
 from istar.statistics.conclusions import Comparison
 from istar.statistics.paired import Holm
 
@@ -60,7 +52,7 @@ class Method:
     @property
     def num_candidates(self) -> int:
         """Number of configurations compared by the reported scores; 1 if the choice was made on other data."""
-        return self.num_configurations if self.selection_set == VALIDATION else 1
+        return self.num_configurations if self.selection_set == configurations.VALIDATION else 1
 
     def count_collapsed(self, seeds: Sequence[int]) -> int:
         """Return how many of the runs with these seeds have constant predictions."""
@@ -107,7 +99,7 @@ def compare_methods(all_runs: pd.DataFrame, reference: str = BASE_LABEL) -> Comp
     Raises:
         UserError: if no method has the name of the reference, or several of a model and task have it.
     """
-    methods = [method for runs in by_model_and_task(all_runs) for method in _collect_methods(runs)]
+    methods = [method for runs in configurations.by_model_and_task(all_runs) for method in _collect_methods(runs)]
     reference_by_task = _find_references(methods, reference)
     comparisons = [
         _compare_with_reference(method, reference_method, reference)
@@ -119,7 +111,6 @@ def compare_methods(all_runs: pd.DataFrame, reference: str = BASE_LABEL) -> Comp
 
 
 def _find_references(methods: list[Method], name: str) -> dict[tuple[str, str], Method]:
-    """Return, by model and task, the method with the given name, in full or without its settings."""
     reference_by_task: dict[tuple[str, str], Method] = {}
     for method in sorted(methods, key=lambda method: method.name != name):  # full names before shortened ones
         if name not in (method.name, method.short_name):
@@ -160,12 +151,8 @@ def _adjust_p_values(comparisons: list[MethodComparison]) -> tuple[list[MethodCo
 
 
 def _compare_with_reference(method: Method, reference: Method | None, reference_name: str) -> MethodComparison:
-    """Compare a method with the reference without adjusting the p-value.
-
-    There are no pairs of runs if the reference is missing, or if it used another model or other data.
-    """
     scores, reference_scores = method.score_by_seed, reference.score_by_seed if reference else {}
-    has_same_inputs = reference is None or have_same_inputs(method.runs, reference.runs)
+    has_same_inputs = reference is None or configurations.have_same_inputs(method.runs, reference.runs)
     seeds = sorted(scores.keys() & reference_scores.keys()) if has_same_inputs else []
     difference_by_seed = {seed: scores[seed] - reference_scores[seed] for seed in seeds}
     differences = np.array(list(difference_by_seed.values()))
@@ -191,16 +178,12 @@ def _compare_with_reference(method: Method, reference: Method | None, reference_
 
 
 def _compute_minimum_p(num_pairs: int) -> float:
-    """Return the smallest p-value that the sign-flip test can give for this number of pairs."""
     is_exact = num_pairs <= paired.MAX_EXACT_PAIRS
     return paired.smallest_sign_flip_p(num_pairs) if is_exact else 1 / (paired.RESAMPLES + 1)
 
 
 def _compute_minimum_detectable_difference(differences: np.ndarray, level: float) -> float | None:
-    """Return the minimum detectable difference of the paired t-test at a level, with the power `POWER`.
-
-    It is None if all differences are equal, or too few for a p-value of the sign-flip test below the level.
-    """
+    """Return the minimum detectable difference of the paired t-test at a level, with the power `POWER`."""
     num_pairs = len(differences)
     if num_pairs < 2 or is_constant(differences) or _compute_minimum_p(num_pairs) >= level:
         return None
@@ -209,19 +192,17 @@ def _compute_minimum_detectable_difference(differences: np.ndarray, level: float
 
 @cache
 def _compute_minimum_detectable_effect_size(num_pairs: int, level: float) -> float:
-    """Return the minimum detectable difference of the paired t-test in units of the standard deviation."""
     return power.smallest_difference(1.0, num_pairs, level, POWER)
 
 
 def _collect_methods(runs: pd.DataFrame) -> list[Method]:
-    """Return the methods of one model and task with a finished run: Base first, then the others by name."""
     methods = []
     for name, chosen_runs in select_runs_by_method(runs[runs["usable"]]).items():
         method_runs = runs[runs["method"] == name]
         finished_runs = method_runs[method_runs["usable"]]
         first_run = chosen_runs.iloc[0]
         # If only some of the configurations have held-out data, the choice among all of them uses the reported set.
-        is_held_out = finished_runs["chosen_on"].eq(HELD_OUT).all()
+        is_held_out = finished_runs["chosen_on"].eq(configurations.HELD_OUT).all()
         methods.append(
             Method(
                 model=str(first_run["model"]),
@@ -232,7 +213,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 runs=chosen_runs,
                 trial_limits=_list_trial_limits(method_runs),
                 num_configurations=int(finished_runs["configuration"].nunique()),
-                selection_set=HELD_OUT if is_held_out else VALIDATION,
+                selection_set=configurations.HELD_OUT if is_held_out else configurations.VALIDATION,
             )
         )
     return methods
@@ -245,7 +226,9 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     from `configurations.add_selection_columns`.
     """
     runs_by_method = {
-        str(name): method_runs[method_runs["configuration"] == find_best_group(method_runs, "configuration")]
+        str(name): method_runs[
+            method_runs["configuration"] == configurations.find_best_group(method_runs, "configuration")
+        ]
         for name, method_runs in runs.groupby("method")
     }
     ordered_names = sorted(runs_by_method, key=lambda name: (name != BASE_LABEL, name))
@@ -260,7 +243,7 @@ def _list_trial_limits(runs: pd.DataFrame) -> list[str]:
     trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("configuration")
     limits = trials.reindex(columns=sorted({*_LIMIT_KEYS, *_LIMIT_KEYS_WITH_STEPS})).astype(object)
     trial_limits = []
-    for run in row_dicts(limits.where(limits.notna(), None)):
+    for run in configurations.row_dicts(limits.where(limits.notna(), None)):
         # A number of steps replaces the number of epochs as the limit.
         has_max_steps = is_finite(run["trainer.max_steps"]) and run["trainer.max_steps"] > 0
         trial_limits.append(str([run[key] for key in (_LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS)]))

@@ -36,7 +36,6 @@ def look_up_tuned_penalty(model: str, task: str) -> tuple[float, float] | None:
 
 @cache
 def _read_table(name: str, *index_columns: str) -> dict[Any, dict[str, float]]:
-    """Return the rows of a paper's table by their values in the index columns."""
     with files("istar.reports").joinpath("paper", f"{name}.csv").open(encoding="utf-8") as file:
         table = pd.read_csv(file, index_col=list(index_columns))
     return table.astype(float).to_dict("index")  # type: ignore[return-value]

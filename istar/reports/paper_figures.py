@@ -64,10 +64,7 @@ def build_minibatch_stability_plot() -> Plot:
 
 
 def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
-    """Return the paper's Figure 3: isotropy against the headline metric, with a point for each lambda of I-STAR.
-
-    The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
-    """
+    """Return the paper's Figure 3: isotropy against the headline metric, with a point for each lambda of I-STAR."""
     selections = [
         select_by_lambda(runs, istar_runs)
         for runs in split_by_task(all_runs)
@@ -99,10 +96,7 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
 
 
 def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
-    """Return the paper's Figure 4: mean activation of each dimension of the last layer, for Base and CosReg.
-
-    It shows the runs that have an entry in `geometry_by_folder`.
-    """
+    """Return the paper's Figure 4: mean activation of each dimension of the last layer, for Base and CosReg."""
     activations_by_folder = {folder: geometry["mean_activation"] for folder, geometry in geometry_by_folder.items()}
     selections = _select_curves(all_runs, activations_by_folder, "cosreg", "last", (-1, 1))
     caption = ""
@@ -126,10 +120,7 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
 
 
 def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
-    """Return the paper's Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR.
-
-    It shows the runs that have an entry in `geometry_by_folder`.
-    """
+    """Return the paper's Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR."""
     dimensions_by_folder = {folder: geometry["two_nn"] for folder, geometry in geometry_by_folder.items()}
     selections = _select_curves(all_runs, dimensions_by_folder, "istar", "all", (-5, -3, 3, 5))
     return Plot(
@@ -146,10 +137,7 @@ def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: M
 def build_layer_isotropy_plot(
     all_runs: pd.DataFrame, records: Mapping[str, RunRecord], geometry_by_folder: Mapping[str, Geometry]
 ) -> Plot:
-    """Return the paper's Figure 6: isotropy by layer, for Base and I-STAR, of the runs that measured IsoScore.
-
-    The isotropy is IsoScore* with the paper's zeta if all runs of the figure have it, and IsoScore otherwise.
-    """
+    """Return the paper's Figure 6: isotropy by layer, for Base and I-STAR, of the runs that measured IsoScore."""
     isotropy_by_folder = {
         folder: isoscores
         for folder in all_runs[all_runs["usable"]]["folder"]
@@ -172,7 +160,6 @@ def build_layer_isotropy_plot(
 
 
 def _sort_by_layer(score_by_layer: Mapping[str, float | None]) -> list[float | None]:
-    """Return the scores of the layers from the embeddings to the last layer, without the score of their union."""
     return [score_by_layer[layer] for layer in sorted(filter(str.isdigit, score_by_layer), key=int)]
 
 
@@ -187,10 +174,7 @@ def _get_isoscore_stars(geometry_by_folder: Mapping[str, Geometry]) -> dict[str,
 def _choose_isotropy_measure(
     selections: Sequence[FigureRuns], geometry_by_folder: Mapping[str, Geometry]
 ) -> tuple[str, str]:
-    """Return the isotropy measure of a figure, and the reason for its caption.
-
-    It is IsoScore* if all runs of the figure have it with the paper's zeta, and IsoScore otherwise.
-    """
+    """Return the isotropy measure of a figure, and the reason for its caption."""
     zeta, tokens = paper.ISOSCORE_ZETA, "all tokens of the validation set"
     folders = {folder for selection in selections for folder in selection.folders}
     stars = _get_isoscore_stars(geometry_by_folder)
@@ -215,7 +199,6 @@ def _choose_isotropy_measure(
 
 
 def _format_range(counts: Collection[int]) -> str:
-    """Return the smallest and the largest number, such as "12 to 1,000", or a single number if they are equal."""
     smallest, largest = min(counts), max(counts)
     return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
 
@@ -245,7 +228,6 @@ def _select_curves(
 def _build_curve_panels(
     selections: Sequence[FigureRuns], y_by_folder: Mapping[str, Sequence[float | None]], y_label: str
 ) -> list[Panel]:
-    """Return a panel per selection: lines of means over seeds, with bands of one standard deviation."""
     panels = []
     for selection in selections:
         lines = []
@@ -302,10 +284,7 @@ def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:
 
 
 def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
-    """Return the paper's Figure 8: the headline metric against the single layer that I-STAR penalizes.
-
-    A dashed line shows the metric with I-STAR on all layers.
-    """
+    """Return the paper's Figure 8: the headline metric against the single layer that I-STAR penalizes."""
     panels = []
     for runs in split_by_task(all_runs):
         istar_runs = runs[runs["has_fixed_zeta"]]
@@ -336,12 +315,10 @@ def build_layer_ablation_plot(all_runs: pd.DataFrame) -> Plot:
 
 
 def _get_single_layer(layers: Any) -> int | None:
-    """Return the only layer of a list of penalized layers, or None if the value is not a list of one layer."""
     return layers[0] if isinstance(layers, list) and len(layers) == 1 else None
 
 
 def _build_metric_line(runs: pd.DataFrame, x_column: str) -> Line:
-    """Return a line of the mean headline metric over seeds against the numbers in a column."""
     scores_by_x = runs["score"].groupby(runs[x_column].astype(float))
     counts, means = scores_by_x.size(), scores_by_x.mean()
     return Line(

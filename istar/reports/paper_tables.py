@@ -25,11 +25,11 @@ from istar.reports.configurations import (
     describe_hyperparameters,
     find_differing_keys,
     have_same_inputs,
-    is_finite,
     row_dicts,
 )
 from istar.runs.labels import shorten_model_name
 from istar.runs.names import count_decimals, format_number, merit
+from istar.statistics.arguments import is_finite
 from istar.statistics.paired import compute_p_value
 
 TableRow = Mapping[str, Any]
@@ -37,10 +37,7 @@ TableRow = Mapping[str, Any]
 
 
 def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
-    """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base.
-
-    Methods of the paper that were not tried on a task have no row.
-    """
+    """Return Table 1: metrics by model, task and method, compared with the paper and, by paired tests, with Base."""
     rows: list[dict[str, Any]] = []
     tasks_by_settings: dict[str, list[str]] = {}
     for (model, task), task_cells in groupby(cells, key=lambda cell: (cell.model, cell.task)):
@@ -71,7 +68,6 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
 
 
 def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the rows of one model and task: one per metric and method, or one per method without finished runs."""
     base = next(cell for cell in cells if cell.family == "base")
     names = _get_names_in_paper(next((cell for cell in cells if cell.seeds), base))
     rows = []
@@ -93,7 +89,6 @@ def _build_table1_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _get_names_in_paper(cell: Cell) -> tuple[str, str]:
-    """Return the short name of a finished cell's model, and the name of its task; the cell's labels may be longer."""
     return shorten_model_name(str(cell.first_run.get("model.name"))), str(cell.first_run.get("task.name"))
 
 
@@ -177,18 +172,13 @@ def _format_table1_row(row: TableRow) -> list[Entry]:
 
 
 def _describe_unequal_tuning(row: TableRow) -> str:
-    """Return a remark if Base was chosen among more or fewer configurations than the method; empty if not."""
     num_configurations, num_base_configurations = row["configurations"], row["base_configurations"]
     is_unequal = num_configurations and num_base_configurations and num_configurations != num_base_configurations
     return f"Base is the best of {num_base_configurations}" if is_unequal else ""
 
 
 def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
-    """Return Table 2: the best lambda and zeta of I-STAR by model and task, compared with the paper's.
-
-    The pairs belong to the runs in Table 1. A model with several tasks also has a row with their average, like the
-    paper's column.
-    """
+    """Return Table 2: the best lambda and zeta of I-STAR by model and task, compared with the paper's."""
     rows: list[dict[str, Any]] = []
     istar_cells = [cell for cell in cells if cell.family == "istar" and cell.seeds]
     for _, model_cells in groupby(istar_cells, key=lambda cell: cell.model):
@@ -242,7 +232,6 @@ def _build_table2_row(cell: Cell, num_pairs_tried: int) -> dict[str, Any]:
 
 
 def _build_table2_average(rows: Sequence[TableRow]) -> list[dict[str, Any]]:
-    """Return the row with the averages of lambda and zeta over the tasks of a model; none for fewer than two tasks."""
     rows = [row for row in rows if row["lambda"] is not None and row["zeta"] is not None]
     if len(rows) < 2:
         return []

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -48,16 +48,10 @@ _READING_GUIDE = (
 )
 
 
-@dataclass(frozen=True)
-class WrittenReport:
-    """The path of a written report's page, and its number of runs."""
-
-    page_path: Path
-    num_runs: int
-
-
-def write_report(root: Path, out: Path, console: Console | None = None, reference: str = BASE_LABEL) -> WrittenReport:
-    """Write the report of the runs below `root` to the folder `out`.
+def write_report(
+    root: Path, out: Path, console: Console | None = None, reference: str = BASE_LABEL
+) -> tuple[Path, int]:
+    """Write the report of the runs below `root` to the folder `out`, and return its page and their number.
 
     An earlier report in `out` is replaced, and other files stay as they are. `console` shows the progress if it is a
     terminal. The other methods are compared with `reference`, see `method_comparisons.compare_methods`.
@@ -89,11 +83,10 @@ def write_report(root: Path, out: Path, console: Console | None = None, referenc
         title = "Isotropy and fine-tuning: report"
         page = Page(title, subject_line, REPORT_KIND.generator, _count_runs(runs), drawn_sections)
         page_path = page_folder.write(out, page_folder.page_files(page, tables), REPORT_KIND)
-    return WrittenReport(page_path, len(runs.frame))
+    return page_path, len(runs.frame)
 
 
 def _count_runs(runs: Runs) -> list[tuple[str, str]]:
-    """Return the key figures of the page: numbers of runs with their labels."""
     counts = {"runs": len(runs.frame), **runs.frame["status"].value_counts()}
     counts |= {"collapsed": runs.frame["collapsed"].eq(True).sum(), "folders not read": len(runs.read_errors)}
     counts |= {"smoke runs not counted": runs.num_smoke}
@@ -118,7 +111,6 @@ def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSecti
     over_tasks = task_averages.build_over_tasks_sheet(compared_methods)
 
     def make_commands(artefact: str) -> list[str]:
-        """Return the commands of the sweep that makes the runs of a table or a figure; most have none."""
         sweep = sweep_commands.SWEEP_BY_ARTEFACT.get(artefact)
         return sweep_commands.build_sweep_commands(sweep, all_runs, records, str(root)) if sweep else []
 
@@ -165,10 +157,7 @@ def _show_table(
     empty_note: str = _NO_RUN,
     is_wide: bool = False,
 ) -> ReportSection:
-    """Return the section of a table, with a guide after its caption, and a plot below it.
-
-    A section without paragraphs, rows or panels has the note instead.
-    """
+    """Return the section of a table, with a guide after its caption, and a plot below it."""
     has_plot = plot is not None and bool(plot.panels)
     # The caption of a table is folded if it is long, and includes the caption of its figure.
     captions = [sheet.caption, guide, plot.caption if plot is not None and has_plot else ""]
@@ -185,7 +174,6 @@ def _show_table(
 
 
 def _show_figure(plot: Plot, commands: Sequence[str]) -> ReportSection:
-    """Return the section of a plot, or with a note if it has no panels."""
     if not plot.panels:
         return ReportSection(Section(plot.name, plot.title, empty_note=_NO_RUN, commands=commands))
     content = Section(plot.name, plot.title, [plot.caption], commands=commands)

@@ -16,17 +16,10 @@ from rich.table import Table
 from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.files.writing import to_csv
+from istar.runs import run_rows
 from istar.runs.labels import Inputs, label_inputs
 from istar.runs.names import format_metric, format_number, merit
 from istar.runs.record import CONFIG, RESULT, RunRecord, check_runs_folder, read_result, read_unfinished
-from istar.runs.run_rows import (
-    RUN_COLUMNS,
-    describe_smoke_runs,
-    find_distinctive_settings,
-    get_inputs,
-    list_settings_that_matter,
-    record_to_row,
-)
 
 _REPLACED_SUFFIX = re.compile(r"\.old-\d+$")  # suffix of a run folder replaced by `run.overwrite=true`
 _FOLDERS_WITHOUT_RUNS = ("multirun", "sweeps")
@@ -90,9 +83,9 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
             if record.is_smoke:
                 num_smoke += 1
                 continue
-            rows.append({"folder": str(folder), **record_to_row(record)})
-            inputs.append(get_inputs(record))
-            settings_that_matter |= list_settings_that_matter([record])
+            rows.append({"folder": str(folder), **run_rows.record_to_row(record)})
+            inputs.append(run_rows.get_inputs(record))
+            settings_that_matter |= run_rows.list_settings_that_matter([record])
             if keep_records:
                 records[str(folder)] = record
         except UserError as error_of_run:
@@ -106,11 +99,11 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
     for error in read_errors.values():
         log.warning("not read: %s", error)
     if num_smoke:
-        log.warning(describe_smoke_runs(num_smoke))
+        log.warning(run_rows.describe_smoke_runs(num_smoke))
     labels = label_inputs(inputs)
     for row, run_inputs in zip(rows, inputs, strict=True):
         row["task"], row["model"] = labels[run_inputs]
-    frame = pd.DataFrame(rows, columns=None if rows else ["folder", *RUN_COLUMNS])
+    frame = pd.DataFrame(rows, columns=None if rows else ["folder", *run_rows.RUN_COLUMNS])
     return Runs(frame, read_errors, records, num_smoke, frozenset(settings_that_matter))
 
 
@@ -157,12 +150,9 @@ _WRITERS: dict[str, Callable[[pd.DataFrame], bytes]] = {
     ".parquet": lambda frame: frame.to_parquet(index=False),
     ".json": lambda frame: frame.to_json(orient="records", indent=2).encode(),
 }
-"""Functions that encode a data frame, by the suffix of the file."""
 
 
 def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]:
-    """Yield the folders with a result or a config; add folders that cannot be listed to `read_errors`."""
-
     def record_error(error: OSError) -> None:
         read_errors[str(error.filename)] = f"{error.filename}: cannot be read: {error.strerror}"
 
@@ -175,7 +165,6 @@ def _find_run_folders(root: Path, read_errors: dict[str, str]) -> Iterator[Path]
 
 
 def _can_hold_runs(folder_name: str) -> bool:
-    """Return whether a folder with this name can contain runs: neither hidden, nor a sweep's, nor a replaced run."""
     is_excluded = folder_name.startswith(".") or folder_name in _FOLDERS_WITHOUT_RUNS
     return not is_excluded and not _REPLACED_SUFFIX.search(folder_name)
 
@@ -200,7 +189,7 @@ def list_default_columns(frame: pd.DataFrame, settings_that_matter: Collection[s
         {str(key): value for key, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
         for row in frame.to_dict("records")
     ]
-    settings = find_distinctive_settings(rows, settings_that_matter)
+    settings = run_rows.find_distinctive_settings(rows, settings_that_matter)
     return [*MAIN_COLUMNS[:after_method], *settings, *MAIN_COLUMNS[after_method:]]
 
 

@@ -13,7 +13,6 @@ from istar.runs.names import format_difference, is_lower_better
 from istar.statistics.over_tasks import t_interval_over_tasks
 
 MIN_TASKS = 3
-"""Minimum number of tasks for averages."""
 
 
 def build_over_tasks_sheet(compared_methods: ComparedMethods) -> Sheet:
@@ -45,7 +44,6 @@ def build_over_tasks_sheet(compared_methods: ComparedMethods) -> Sheet:
 
 
 def _average_over_tasks(comparisons: list[MethodComparison], reference: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a model's methods, and a note on its tasks or on the reason for missing rows."""
     metric_by_task = {
         comparison.method.task: comparison.method.metric
         for comparison in comparisons

@@ -52,7 +52,6 @@ def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunR
 def _build_learning_curve_panel(
     cells: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, y_label: str
 ) -> Panel:
-    """Return the panel of a metric by epoch for cells of one model and task, without lines if it was not recorded."""
     lines = []
     for cell in cells:
         epochs = [epoch for folder in cell.runs["folder"] for epoch in records[folder].epochs]
@@ -66,7 +65,6 @@ def _build_learning_curve_panel(
 
 
 def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
-    """Return a line of the mean value at each index, with bands of one standard deviation; none if empty."""
     if values.empty:
         return []
     values_by_x = values.groupby(level=0)
@@ -143,7 +141,6 @@ def _read_metrics(folder: Path) -> pd.DataFrame | None:
 
 
 def _average_in_bins(losses: pd.Series) -> pd.Series:
-    """Average losses by step over at most `_MAX_BINS` bins of equal width."""
     if losses.empty:
         return losses
     bin_width = max(1, math.ceil((losses.index.max() + 1) / _MAX_BINS))

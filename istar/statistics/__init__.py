@@ -1,7 +1,7 @@
 """Statistics for comparing methods over seeds and tasks, as pure functions of numbers.
 
 This package depends on NumPy and SciPy only, and knows nothing about runs: callers read the files. The public names are
-in its modules `paired`, `power`, `tasks` and `conclusions`.
+in its modules `paired`, `power`, `over_tasks` and `conclusions`.
 """
 
 ALPHA, POWER = 0.05, 0.8

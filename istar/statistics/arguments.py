@@ -1,6 +1,7 @@
 """Checks of the arguments of statistical functions: finite numbers, of the right shape, in range."""
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -8,6 +9,11 @@ from numpy.typing import ArrayLike, NDArray
 from istar.errors import UserError
 
 Vector = NDArray[np.float64]
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number; booleans are not numbers."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def to_finite_vector(values: ArrayLike, name: str, min_length: int) -> Vector:

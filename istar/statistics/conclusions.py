@@ -57,7 +57,6 @@ class Comparison:
     obstacle: str = ""
 
     def __post_init__(self) -> None:
-        """Raise a `UserError` if a number is out of range, or the interval lacks the difference."""
         name = f"{self.method} on {self.task}"
         if self.p_value is not None and not 0 <= self.p_value <= 1:
             raise UserError(
@@ -162,7 +161,6 @@ def _make_main_sentence(row: Comparison, alpha: float) -> str:
 
 
 def _find_obstacle(row: Comparison, alpha: float) -> str:
-    """Return why the runs cannot be compared; empty if they can."""
     if row.obstacle:
         return row.obstacle
     if not row.has_equal_budgets:
@@ -209,10 +207,7 @@ def summary(rows: Iterable[Comparison], alpha: float = ALPHA) -> str:
 
 
 def _format_number(value: float, sign: str = "") -> str:
-    """Format a number with two decimals, a large one with none, and a small one with two significant digits.
-
-    With the `sign` +, positive numbers have a plus sign.
-    """
+    """Format a number with two decimals, a large one with none, and a small one with two significant digits."""
     sign = sign if value > 0 else ""
     if abs(value) >= 1000:
         return f"{value:{sign}.0f}"

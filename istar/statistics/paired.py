@@ -18,14 +18,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 from istar.errors import UserError
-from istar.statistics.arguments import (
-    Vector,
-    check_not_constant,
-    check_probability,
-    is_constant,
-    require_at_least,
-    to_finite_vector,
-)
+from istar.statistics import arguments
 
 MAX_EXACT_PAIRS = 20
 """Largest number of pairs for which `sign_flip_test` enumerates all sign patterns; half a million by symmetry."""
@@ -61,7 +54,7 @@ def sign_flip_test(differences: ArrayLike) -> float:
     >>> sign_flip_test([1.0, 2.0, 3.0])
     0.25
     """
-    values = to_finite_vector(differences, "paired differences", 1)
+    values = arguments.to_finite_vector(differences, "paired differences", 1)
     # Lowered by a tolerance, so that sums that differ only by rounding errors count as equal.
     observed_sum = abs(values.sum()) - 1e-12 * np.abs(values).sum()
     if len(values) <= MAX_EXACT_PAIRS:
@@ -75,7 +68,7 @@ def sign_flip_test(differences: ArrayLike) -> float:
     return (num_extreme + 1) / (RESAMPLES + 1)
 
 
-def _sum_half_of_patterns(values: Vector) -> Vector:
+def _sum_half_of_patterns(values: arguments.Vector) -> arguments.Vector:
     """Return the sum of the values for each sign pattern that begins with plus; the other sums are their negatives."""
     sums = values[:1]
     for value in values[1:]:
@@ -92,7 +85,7 @@ def smallest_sign_flip_p(pairs: int) -> float:
     >>> smallest_sign_flip_p(5), smallest_sign_flip_p(6)
     (0.0625, 0.03125)
     """
-    require_at_least(pairs, 1, "the number of pairs")
+    arguments.require_at_least(pairs, 1, "the number of pairs")
     return 2.0 ** (1 - pairs)
 
 
@@ -122,15 +115,14 @@ def t_interval(differences: ArrayLike, level: float = 0.95) -> Interval:
         UserError: for fewer than 2 differences, if any is not finite, if all are equal, or if `level` is not in (0, 1).
     """
     values = _to_varied_differences(differences)
-    check_probability(level, "the confidence level")
+    arguments.check_probability(level, "the confidence level")
     interval = stats.ttest_1samp(values, 0.0).confidence_interval(level)
     return Interval(float(interval.low), float(interval.high))
 
 
-def _to_varied_differences(differences: ArrayLike) -> Vector:
-    """Return the differences as a vector; raise a `UserError` for fewer than two, or if all are equal."""
-    values = to_finite_vector(differences, "paired differences", 2)
-    check_not_constant(values, "paired differences")
+def _to_varied_differences(differences: ArrayLike) -> arguments.Vector:
+    values = arguments.to_finite_vector(differences, "paired differences", 2)
+    arguments.check_not_constant(values, "paired differences")
     return values
 
 
@@ -157,7 +149,7 @@ def compute_p_value(differences: Sequence[float], test: Literal["t", "sign-flip"
         return None
     if test == "sign-flip":
         return sign_flip_test(differences)
-    return None if is_constant(np.array(differences)) else t_test(differences)
+    return None if arguments.is_constant(np.array(differences)) else t_test(differences)
 
 
 class Holm(NamedTuple):

@@ -216,7 +216,6 @@ class Blocks:
             )
 
     def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[TextPart]:
-        """Yield the parts of all documents, and add each part to `reading` when it is yielded."""
         is_first = True
         for part in tokenize_parts(texts, self._tokenizer):
             reading.documents += is_first
@@ -241,13 +240,11 @@ class Blocks:
                 document_index += 1
 
     def _pack(self, parts: Iterable[TextPart]) -> Iterator[Block]:
-        """Join the documents with separators, cut the result into pieces, and number runs of `RUN_LENGTH` pieces."""
         for piece_number, piece in enumerate(chunks(self._join(parts), self._text_length)):
             tokens, is_special = map(list, zip(*piece, strict=True))
             yield Block(tokens, is_special, piece_number // RUN_LENGTH)
 
     def _join(self, parts: Iterable[TextPart]) -> Iterator[tuple[int, bool]]:
-        """Yield the tokens of all documents and separators, and whether each token was added to the text."""
         for part in parts:
             yield from ((token, False) for token in part.token_ids)
             if part.is_last:

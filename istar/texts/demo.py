@@ -122,7 +122,6 @@ def _expand(rng: random.Random, template: str, **values: str) -> str:
 
 
 def _generate_pair(rng: random.Random, index: int) -> Example:
-    """Generate two sentences that judge the same thing; the label is 1 if their polarities are equal."""
     label = index % 2
     is_first_positive = rng.random() < FIRST_POSITIVE_RATE
     polarities = (is_first_positive, is_first_positive == label)
@@ -135,7 +134,6 @@ def _generate_pair(rng: random.Random, index: int) -> Example:
 
 
 def _generate_sentence(rng: random.Random, index: int) -> Example:
-    """Generate a sentence that judges a thing; the label is 1 if the judgement is positive."""
     label = index % 2
     return {"sentence": _expand(rng, "{judgement}", verdict="{positive}" if label else "{negative}"), "label": label}
 

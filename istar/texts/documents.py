@@ -116,7 +116,6 @@ def compute_content_digest(path: Path, max_bytes: int = sys.maxsize) -> str:
 
 
 def _list_data_files(path: Path) -> list[Path]:
-    """Return a file itself, or the files with the rows of a saved data set."""
     shards = open_saved_dataset(path).cache_files if path.is_dir() else []
     return [path / Path(shard["filename"]).name for shard in shards] or [path]
 
@@ -144,7 +143,6 @@ def read_dataset_documents(dataset: Dataset | IterableDataset, source: str) -> I
 
 
 def _iterate_column(table: Table) -> Iterator[str]:
-    """Yield the values in the column `text`, without missing values."""
     if TEXT_COLUMN not in table.columns:
         names = ", ".join(map(repr, table.columns)) or "none"
         raise UserError(f"{table.source}: there is no column {TEXT_COLUMN!r}; found: {names}")
@@ -170,4 +168,3 @@ def _iterate_lines(path: Path) -> Iterator[str]:
 
 
 _TEXT_SUFFIXES = ("", ".txt", ".text", ".md", ".raw", ".tokens")
-"""Suffixes of plain text."""

@@ -95,7 +95,6 @@ def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
 
 
 def _build_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
-    """Return a WordPiece tokenizer that treats texts as BERT's uncased tokenizer does."""
     tokenizer = Tokenizer(token_models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -109,7 +108,6 @@ def _build_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
 
 
 def _find_most_frequent_characters(texts: Iterable[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
-    """Return the `limit` most frequent characters of the normalized texts except white space, sorted by code point."""
     counts: Counter[str] = Counter()
     for text in _skip_blank_texts(texts):
         counts.update(normalizer.normalize_str(text))
@@ -123,7 +121,6 @@ def _is_punctuation(character: str) -> bool:
 
 
 def _skip_blank_texts(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts that are not blank; raise a `UserError` at the end if all are."""
     are_all_blank = True
     for text in texts:
         if text.strip():

@@ -223,7 +223,6 @@ READERS: Mapping[str, Callable[[Path], Table]] = {
     ".tsv": read_tsv,
     ".parquet": read_parquet,
 }
-"""Readers by file suffix."""
 
 
 def find_suffix(path: Path) -> str:

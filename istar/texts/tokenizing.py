@@ -70,7 +70,6 @@ def convert_tokenizer_errors() -> Iterator[None]:
 
 
 def _split_into_calls(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """Yield lists of text parts for one call of the tokenizer, each part with whether it is the last of its text."""
     chunk: list[tuple[str, bool]] = []
     num_characters = 0
     for part_text, is_last in (part for text in texts for part in _split_text(text)):
@@ -84,7 +83,6 @@ def _split_into_calls(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _split_text(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a text, and whether each is the last one."""
     if len(text) <= _TOKENIZER_CHARACTERS:
         yield text, True
         return

@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from istar.cli.main import main
 from istar.embeddings import embed_models, token_frequencies
-from istar.embeddings.embed_models import process_matrix
+from istar.embeddings.embed_models import FORM_FUNCTIONS
 from istar.errors import UserError
 from istar.models.embedding_matrix import read_matrix
 from istar.models.model_source import ModelSource
-from istar.models.saved_checkpoints import ModelArgument
 from istar.texts import tokenizing
 from istar.texts.corpus import Source
 from tests.embeddings.builders import (
@@ -201,8 +200,8 @@ def test_back_into_an_untied_model(tmp_path: Path) -> None:
 
 
 def test_the_published_form_subtracts_before_centering(tmp_path: Path) -> None:
-    model = ModelArgument("", str(save_model(tmp_path / "model")))
-    _, values = process_matrix(model, "input", "all_but_the_top_published", None)
+    matrix = read_matrix(ModelSource(str(save_model(tmp_path / "model"))))
+    values = FORM_FUNCTIONS["all_but_the_top_published"](matrix.values, None)
     weights = get_embeddings()
     centered = weights - weights.mean(0)
     [top] = np.linalg.eigh(centered.T @ centered)[1][:, ::-1][:, :1].T

@@ -17,7 +17,6 @@ from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import (
     Accumulator,
     AverageCosine,
-    ClassMoments,
     CosineContributions,
     DimensionMoments,
     FourthMoments,
@@ -89,7 +88,6 @@ def update_sample(sample: Sample, batch: Batch) -> None:
 CASES: dict[str, tuple[Any, Any]] = {
     "Moments": (lambda: Moments(DIM), lambda sums, batch: sums.update(batch.points)),
     "FourthMoments": (lambda: FourthMoments(DIM), lambda sums, batch: sums.update(batch.points)),
-    "ClassMoments": (lambda: ClassMoments(DIM), lambda sums, batch: sums.update(batch.points, batch.labels)),
     "DimensionMoments": (lambda: DimensionMoments(DIM), lambda sums, batch: sums.update(batch.points)),
     "AverageCosine": (lambda: AverageCosine(DIM), lambda sums, batch: sums.update(batch.points)),
     "CosineContributions": (lambda: CosineContributions(DIM), lambda sums, batch: sums.update(batch.points)),
@@ -190,7 +188,7 @@ def compute_loss(moments: Moments) -> Tensor:
 def compute_on_rank(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {name: summarize(accumulate(name, rank).all_reduce()) for name in CASES}
     # The last process has no points, as at the end of an uneven pass.
-    for name in ("Moments", "ClassMoments", "MassiveActivations"):
+    for name in ("Moments", "MassiveActivations"):
         shard = CASES[name][0]() if rank == len(SIZES) - 1 else accumulate(name, rank)
         results[f"{name}, one shard empty"] = summarize(shard.all_reduce())
     points = make_batch(rank).points.requires_grad_()
@@ -210,7 +208,7 @@ def test_each_process_gets_the_accumulator_of_all(results: list[dict[str, Any]],
         assert_close(result[name], results[0][name], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["Moments", "ClassMoments", "MassiveActivations"])
+@pytest.mark.parametrize("name", ["Moments", "MassiveActivations"])
 def test_a_process_without_points_takes_part(results: list[dict[str, Any]], name: str) -> None:
     expected = summarize(accumulate(name, 0).merge(accumulate(name, 1)))
     for result in results:

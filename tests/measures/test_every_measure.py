@@ -80,7 +80,7 @@ NUMBERED = ("labels", "tokens", "groups", "positions")
 POINT_ARGUMENTS = ("points", "embeddings", "first", "second")
 OF_POINTS = [name for name in (*FUNCTIONS, *ACCUMULATORS) if takes(name, *POINT_ARGUMENTS) and name != "alpha_req"]
 KEEP_THE_DTYPE = ("all_but_the_top", "centered", "scaled_centered")
-KNOW_THEIR_PRECISION = ("Moments", "FourthMoments", "ClassMoments")
+KNOW_THEIR_PRECISION = ("Moments", "FourthMoments")
 MASK = torch.arange(60) % 4 > 0
 
 

@@ -63,9 +63,8 @@ def quick_pages(blank_figures: None) -> None:
 def report_folder(tmp_path_factory: pytest.TempPathFactory, quick_pages: None) -> Path:
     folder = tmp_path_factory.mktemp("fifty")
     write_fifty_runs(folder / "runs")
-    summary = report.write_report(folder / "runs", folder / "report")
-    assert summary.page_path == folder / "report" / "index.html"
-    assert summary.num_runs == 50
+    written = report.write_report(folder / "runs", folder / "report")
+    assert written == (folder / "report" / "index.html", 50)
     return folder / "report"
 
 

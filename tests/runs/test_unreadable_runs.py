@@ -216,8 +216,8 @@ def test_files_beside_the_result(tmp_path: Path) -> None:
     for index, text in enumerate(BAD_METRICS):
         folder = save(record("rte", BERT, BASE, index, 0.6), tmp_path / "runs")
         (folder / "metrics.csv").write_text(text)
-    written = report.write_report(tmp_path / "runs", tmp_path / "report")
-    assert written.num_runs == len(BAD_GEOMETRIES) + len(BAD_METRICS)
+    _, num_runs = report.write_report(tmp_path / "runs", tmp_path / "report")
+    assert num_runs == len(BAD_GEOMETRIES) + len(BAD_METRICS)
     page = (tmp_path / "report" / "index.html").read_text()
     assert page.count("geometry.json") >= len(BAD_GEOMETRIES)
 

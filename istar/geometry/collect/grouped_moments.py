@@ -62,27 +62,19 @@ class GroupedMoments(Accumulator):
     accumulated one only after `MAX_RECENT_POINTS` points, because adding it takes as long as multiplying many points.
     """
 
-    origin: Tensor
-    counts: Tensor
-    totals: Tensor
-    thirds: Tensor
-    fourths: Tensor
-    scatters: Tensor
-    epsilon: Tensor
-
     def __init__(self, num_groups: int, origin: Tensor) -> None:
         dim, self._num_groups = len(origin), num_groups
         origin = origin.to(zero_vector(dim, origin.device))
         self._panels = UpperPanels(dim, origin.device.type)
-        self.add_state("origin", origin, "equal")
-        self.add_state("counts", origin.new_zeros(num_groups), "sum")
-        self.add_state("totals", origin.new_zeros(num_groups, dim), "sum")
-        self.add_state("thirds", origin.new_zeros(num_groups, dim), "sum")
-        self.add_state("fourths", origin.new_zeros(num_groups), "sum")
+        self.origin = self.add_state("origin", origin, "equal")
+        self.counts = self.add_state("counts", origin.new_zeros(num_groups), "sum")
+        self.totals = self.add_state("totals", origin.new_zeros(num_groups, dim), "sum")
+        self.thirds = self.add_state("thirds", origin.new_zeros(num_groups, dim), "sum")
+        self.fourths = self.add_state("fourths", origin.new_zeros(num_groups), "sum")
         # Packed scatter matrices.
-        self.add_state("scatters", origin.new_zeros(num_groups, self._panels.size), "sum")
+        self.scatters = self.add_state("scatters", origin.new_zeros(num_groups, self._panels.size), "sum")
         # Machine epsilon of the narrowest dtype used to sum a scatter matrix.
-        self.add_state("epsilon", origin.new_zeros(()), "max")
+        self.epsilon = self.add_state("epsilon", origin.new_zeros(()), "max")
         # Packed scatter matrix and number of the latest points of each group.
         self._recent_scatters: dict[int, Tensor] = {}
         self._recent_counts: dict[int, int] = {}

@@ -78,8 +78,6 @@ class Layer(Accumulator):
     settings. `types` contains norms and directions by token type, and `positions` by `log2_bins` of the position.
     """
 
-    power_sums: Tensor
-
     def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
         self.settings = settings or LayerSettings()
         # The same number in float32 and in float64, so that sums in both are about the same point.
@@ -91,7 +89,7 @@ class Layer(Accumulator):
         self.cosine = CosineContributions(dim, device)
         self.norms = Norms(dim, _NORM_EDGES, device)
         # Sums of the first to the fourth powers of the differences from the origin in each dimension, `(4, d)`.
-        self.add_state("power_sums", self._origin.new_zeros(4, dim), "sum")
+        self.power_sums = self.add_state("power_sums", self._origin.new_zeros(4, dim), "sum")
         # float32 halves the largest sums of a layer. It changes IntraSim by 3e-10, and the value of one type by 9e-8.
         self.types = GroupedPoints(vocabulary_size, dim, device, torch.float32) if vocabulary_size else None
         self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device)
@@ -317,7 +315,6 @@ def _clear_rounding_errors(moments: FourthMoments, origin: Tensor) -> FourthMome
 
 
 def _compute_covariance_measures(unbiased_score: float, centered_spectrum: Tensor) -> dict[str, float]:
-    """Compute the measures of the covariance of points from their score and their centered singular values `(d,)`."""
     variances = centered_spectrum.square()
     return {
         "isoscore": float_or_nan(lambda: (participation_ratio(variances) - 1) / (len(variances) - 1)),
@@ -330,7 +327,6 @@ def _compute_covariance_measures(unbiased_score: float, centered_spectrum: Tenso
 
 
 def _fit_power_law(variances: Tensor) -> PowerLaw:
-    """Fit the power law of alpha-ReQ to variances `(d,)`; all NaN if there are too few, as in very small models."""
     first, num_positive = 11, int((variances > 0).sum())
     # The last variance is left out: layer normalization makes it a rounding error.
     last = min(100, len(variances) - 1, num_positive)

@@ -153,7 +153,6 @@ def measure_model(
 def _measures_the_same(
     other: Measurements, model: OpenedModel, settings: Mapping[str, Any], text_hashes: Mapping[str, str]
 ) -> bool:
-    """Return whether measurements are of a model's weights, dtype, settings and texts; paths of texts may differ."""
     if (other.identity, other.model["dtype"], other.text_hashes) != (model.identity, model.dtype, text_hashes):
         return False
     return {**other.settings, "texts": None} == {**settings, "texts": None}
@@ -162,7 +161,6 @@ def _measures_the_same(
 def _open_stream(
     model: OpenedModel, texts: Sequence[Source], settings: MeasureSettings, out: Path, text_hashes: Mapping[str, str]
 ) -> Stream:
-    """Return the pass over the texts, which resumes from its state in the output folder."""
     if model.device.type == "cpu":
         keep_freed_memory()
     # The state also depends on the device, where sums have other rounding errors.
@@ -173,7 +171,6 @@ def _open_stream(
 
 
 def _measure_final_norm(norm: nn.Module | None, dim: int) -> dict[str, Any] | None:
-    """Return the summary of a final normalization's gain and bias; None without a gain."""
     if norm is None:
         return None
     with hold_weights(norm):
@@ -184,7 +181,6 @@ def _measure_final_norm(norm: nn.Module | None, dim: int) -> dict[str, Any] | No
 def _measure_embeddings(
     model: OpenedModel, console: Console | None
 ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the results of `measure_rows` for the input embeddings and the untied output embeddings, by side."""
     weight = read_parameter(model.encoder.get_input_embeddings(), "weight")
     embeddings = {"input": measure_rows(weight, "input", console)}
     if model.output_matrix is not None:
@@ -195,7 +191,6 @@ def _measure_embeddings(
 def _run_pass(
     stream: Stream, texts: Sequence[Source], model: OpenedModel, console: Console | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the result of `summarize_source` for each text, and for all of them together."""
     try:
         return stream(texts, lambda statistics: summarize_source(statistics, model.tokenizer), console)
     except NonFiniteError as error:
@@ -373,10 +368,7 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
 
 
 def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
-    """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512.
-
-    Raises a `UserError` if the length is greater than the model's longest input.
-    """
+    """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512."""
     max_length = find_max_input_length(model.config)
     if max_length is not None and settings.length > max_length:
         raise UserError(f"--length {settings.length} is too long; the model takes at most {max_length} tokens")

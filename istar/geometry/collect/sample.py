@@ -43,19 +43,16 @@ class Sample(Accumulator):
     `types`, `(n,)`, are all different.
     """
 
-    random_numbers: Tensor
-    types: Tensor
-    states: dict[str, Tensor]
-    rows: Tensor
-
     def __init__(self, devices: Mapping[str, torch.device], size: int, seed: int) -> None:
         self.size, self.seed, self._devices = size, seed, devices
-        self.add_state("random_numbers", torch.empty(0, dtype=torch.float64, device="cpu"), "custom")
-        self.add_state("types", torch.empty(0, dtype=torch.int64, device="cpu"), "custom")
+        self.random_numbers = self.add_state(
+            "random_numbers", torch.empty(0, dtype=torch.float64, device="cpu"), "custom"
+        )
+        self.types = self.add_state("types", torch.empty(0, dtype=torch.int64, device="cpu"), "custom")
         # Hidden states `(size, d)` by tap, in any order, and each sampled token's row in them. A token that joins the
         # sample can take the row of one that leaves it.
-        self.add_state("states", {tap: torch.empty(0, device="cpu") for tap in devices}, "custom")
-        self.add_state("rows", torch.empty(0, dtype=torch.int64, device="cpu"), "custom")
+        self.states = self.add_state("states", {tap: torch.empty(0, device="cpu") for tap in devices}, "custom")
+        self.rows = self.add_state("rows", torch.empty(0, dtype=torch.int64, device="cpu"), "custom")
 
     def get_points(self, tap: str) -> Tensor:
         """Return the hidden states of the sampled tokens at a tap, `(n, d)`, by ascending random number."""
@@ -155,6 +152,5 @@ def _find_first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -
 
 
 def _compute_cosine_without_top(points: Tensor, num_dimensions: int) -> Tensor:
-    """Compute InterSim of points `(n, d)` without the `num_dimensions` dimensions that contribute most."""
     contributions = CosineContributions(points.shape[1]).update(points)
     return cosine_without_dimensions(points, contributions.top_dimensions(num_dimensions))

@@ -110,7 +110,6 @@ def compute_mean_states(
 
 
 def _make_averaging_weights(blocks: Sequence[Block], width: int) -> Tensor:
-    """Return weights `(blocks, width)` that average over the tokens of each block, without special tokens."""
     mask = torch.zeros(len(blocks), width, dtype=torch.float64, device="cpu")
     for index, block in enumerate(blocks):
         mask[index, : len(block.tokens)] = 1 - torch.tensor(block.is_special, device="cpu").double()
@@ -162,7 +161,6 @@ def compute_similarities(
 def _compare_layers(
     first_label: str, first_states: dict[str, Tensor], second_label: str, second_states: dict[str, Tensor]
 ) -> Similarity:
-    """Compute CKA between all layers of two models from the results of `compute_mean_states`."""
     values, errors_of_largest = [], []
     for states in first_states.values():
         row = [_compute_cka(states, other_states).value for other_states in second_states.values()]

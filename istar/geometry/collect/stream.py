@@ -205,7 +205,6 @@ class Stream:
             start += len(window)
 
     def _split_into_batches(self, blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
-        """Yield consecutive blocks in batches; `block_length` returns the number of tokens of a block."""
         return split_into_batches(
             blocks, block_length, self.taps.device, self.settings.batch_tokens, has_padding=not self._sees_padding
         )
@@ -227,7 +226,6 @@ class Stream:
             raise UserError(f"{source.path}: {tokens} too few to measure; expected at least {MIN_TOKENS}")
 
     def _count_tokens(self, block: Block) -> int:
-        """Return the number of tokens of a block that the statistics include."""
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
     def _merge_ranks(self, source_index: int, statistics: CorpusStatistics, num_blocks_done: int) -> None:
@@ -259,7 +257,7 @@ class Stream:
             device: TokenBatch.of(token_ids, positions, groups.repeat_interleave(num_tokens), device)
             for device in {origin.device for origin in self._origins.values()}
         }
-        rows = next(iter(tokens_by_device.values())).find_rows()
+        rows = next(iter(tokens_by_device.values())).order.argsort()  # of each token, in the order of the model's input
         states = self.taps.compute_states(inputs, masks, rows)
         for tap, tap_states in states.items():
             statistics.layers[tap].update(tap_states, tokens_by_device[tap_states.device])
@@ -296,7 +294,6 @@ class Stream:
         return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self.num_processes}")
 
     def _load_state(self, path: Path) -> dict[str, Any] | None:
-        """Return a saved state; None if it is missing or, with a warning, if it cannot be used."""
         try:
             return self._read_state(path) if self._saves_state and path.exists() else None
         except UserError as error:

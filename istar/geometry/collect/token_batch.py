@@ -58,7 +58,3 @@ class TokenBatch:
             groups=rows_by_group.to(device),
             group_slices={group: slice(start, end) for group, start, end in limits},
         )
-
-    def find_rows(self) -> Tensor:
-        """Return the row of each token, in the order of the tokens given to `of`, `(n,)`, on the CPU."""
-        return self.order.argsort()

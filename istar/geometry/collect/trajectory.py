@@ -60,7 +60,7 @@ def measure_checkpoints(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint],
 
     Raises an `OtherModelError` if a checkpoint's folder contains the measures of another model.
     """
-    trajectory, output = Trajectory(), page_folder.page_output(plan.out, TRAINING_KIND)
+    trajectory, output = Trajectory(), Output(plan.out, TRAINING_KIND.noun)
     for position, checkpoint in enumerate(checkpoints, start=1):
         _print_line(console, f"{position} of {len(checkpoints)}: {checkpoint.label}")
         try:
@@ -107,10 +107,7 @@ def check_training_folder(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
 def _measure_checkpoint(
     checkpoint: Checkpoint, plan: TrajectoryPlan, earlier: Trajectory, console: Console
 ) -> Measurements:
-    """Return a checkpoint's measurements, written to its folder, with a warning if an earlier one has the same weights.
-
-    Measurements that the folder already has, or that are of the same model, are not taken again.
-    """
+    """Return a checkpoint's measurements, written to its folder; warn if an earlier one has the same weights."""
     output = _checkpoint_output(plan, checkpoint)
     with _prepare_source(checkpoint, output) as source:
         measured = measure.measure_model(
@@ -126,7 +123,6 @@ def _measure_checkpoint(
 
 
 def _checkpoint_output(plan: TrajectoryPlan, checkpoint: Checkpoint) -> Output:
-    """Return the folder of a checkpoint's measures."""
     return Output(plan.out / checkpoint.folder, "checkpoint's measures")
 
 

@@ -29,19 +29,8 @@ STATISTICS: dict[str, Any] = {
 MIN_POINTS = 3
 """Smallest number of common points for a correlation; two points always lie on a line."""
 NUM_RESAMPLES = 2_000
-"""Number of bootstrap resamples."""
 GROUP_COLUMNS = ["model", "source", "layer", "measure", "task"]
 """Columns that identify a row of the table of correlations."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which checkpoints, measures and tasks are correlated."""
-
-    measures: Sequence[str] = ()  # columns of measures; all if empty
-    tasks: Sequence[str] = ()  # tasks, or the first words of their names; all if empty
-    omit: Sequence[str] = ()  # revisions or steps to leave out, such as the untrained model, as in the paper
-    model: str = ""  # model of all scores, in place of the models that the scores name; empty keeps these
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,14 @@ class CorrelationResults:
     remarks: list[str] = field(default_factory=list)  # warnings for the user, one line each
 
 
-def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> CorrelationResults:
+def correlate(
+    measures_path: Path,
+    scores_path: Path,
+    measure_names: Sequence[str] = (),
+    task_names: Sequence[str] = (),
+    omit: Sequence[str] = (),
+    model: str = "",
+) -> CorrelationResults:
     """Join a table of measures, such as `trajectory.csv`, with task scores, and correlate each measure with each task.
 
     Rows are joined by revision if both files name revisions, and otherwise by step. Scores without a model belong to
@@ -67,6 +63,10 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
     The CSV file of measures has a column `revision` or `step` and, optionally, `model`, `source`, `layer` and
     `weights`; all other columns are measures. For the scores, see `score_files.read_scores`.
 
+    Without names, all measures and tasks are correlated; a task may be named by its first words. `omit` are revisions
+    or steps to leave out, such as the untrained model, as in the paper. `model` is the model of all scores, in place of
+    the models that they name.
+
     Raises:
         UserError: if a file cannot be read or lacks these columns, or if the files have no checkpoint in common.
     """
@@ -74,22 +74,22 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
     measures = measures.assign(**{name: "" for name in KEY_COLUMNS if name not in measures})
     measures = to_long_format(measures, KEY_COLUMNS, "measure", "value")
     scores, remarks = read_scores(scores_path)
-    if selection.model or (scores["model"] == "").all():
-        if not selection.model and measures["model"].nunique() != 1:
+    if model or (scores["model"] == "").all():
+        if not model and measures["model"].nunique() != 1:
             raise UserError(
                 f"{measures_path} has the models {_list_names(measures['model'])}, but the scores name none; add a "
                 "column model to the scores, or name the model with --model"
             )
-        scores["model"] = selection.model or measures["model"].iloc[0]
-    measures = _select_names(measures, "measure", selection.measures, measures_path)
-    scores = _select_names(scores, "task", selection.tasks, scores_path)
+        scores["model"] = model or measures["model"].iloc[0]
+    measures = _select_names(measures, "measure", measure_names, measures_path)
+    scores = _select_names(scores, "task", task_names, scores_path)
     checkpoints = pd.concat([measures, scores])
-    for name in selection.omit:
+    for name in omit:
         if not _find_checkpoints(checkpoints, [name]).any():
             raise UserError(f"--omit {name}: neither {measures_path} nor {scores_path} has this revision or step")
-    measures, scores = (rows[~_find_checkpoints(rows, selection.omit)] for rows in (measures, scores))
-    for model in sorted(set(measures["model"]) ^ set(scores["model"])):
-        remarks.append(f"left out: {model}, which is not in both {measures_path} and {scores_path}")
+    measures, scores = (rows[~_find_checkpoints(rows, omit)] for rows in (measures, scores))
+    for name in sorted(set(measures["model"]) ^ set(scores["model"])):
+        remarks.append(f"left out: {name}, which is not in both {measures_path} and {scores_path}")
     join_column = "step" if "" in {*measures["revision"], *scores["revision"]} else "revision"
     measures, scores = (rows.dropna(subset=join_column) for rows in (measures, scores))
     joined = scores.merge(measures, on=["model", join_column], suffixes=("", "_of_measures"))
@@ -110,10 +110,7 @@ def correlate(measures_path: Path, scores_path: Path, selection: Selection) -> C
 
 
 def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: Path) -> pd.DataFrame:
-    """Return the rows with one of the names in a column, alone or before further words; all rows without names.
-
-    Raises a `UserError` if the file does not have a name.
-    """
+    """Return the rows with one of the names in a column, alone or before further words; all rows without names."""
     is_selected = pd.Series(not names, rows.index)
     for name in names:
         has_name = rows[column].add(" ").str.startswith(f"{name} ")
@@ -124,12 +121,10 @@ def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: P
 
 
 def _find_checkpoints(rows: pd.DataFrame, names: Sequence[str]) -> pd.Series:
-    """Return whether each row is of a checkpoint with one of these revisions or steps."""
     return rows["revision"].isin(names) | rows["step"].isin([float(name) for name in names if name.isdecimal()])
 
 
 def _add_steps(scores: pd.DataFrame, measures: pd.DataFrame) -> pd.DataFrame:
-    """Return the scores of measured models at known steps; missing steps are taken from the measures."""
     scores = scores[scores["model"].isin(measures["model"].unique())]
     checkpoints = measures.drop_duplicates(["model", "revision"])[["model", "revision", "step"]]
     scores = scores.merge(checkpoints, on=["model", "revision"], how="left", suffixes=("", "_of_measures"))
@@ -138,7 +133,6 @@ def _add_steps(scores: pd.DataFrame, measures: pd.DataFrame) -> pd.DataFrame:
 
 
 def _list_names(names: pd.Series) -> str:
-    """Join the first three distinct names; an ellipsis replaces the others."""
     distinct = [str(name) or "no name" for name in names.unique()]
     return ", ".join(distinct[:3] or ["none"]) + (" ..." if len(distinct) > 3 else "")
 

@@ -27,7 +27,6 @@ from istar.runs.names import COMBINED, FINAL_NORM
 
 CORRELATION_KIND = PageKind("correlation", "istar correlate", ("correlation.csv",))
 _MAX_FIGURES = 6
-"""Most figures of a measure against the scores."""
 _LAYER_MEASURES = ("isoscore", "inter_sim", "intra_sim")
 """Measures of the last layer in the table, if the user has selected no measures."""
 _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_both")
@@ -35,10 +34,7 @@ _PUBLISHED_MEASURES = ("partition_isotropy_as_computed", "partition_isotropy_bot
 
 
 def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -> list[Path]:
-    """Write all correlations and the page of the `table` of `make_paper_table`, and return the paths of both.
-
-    Raises a `UserError` as `istar.files.outputs.Output.write` does.
-    """
+    """Write all correlations and the page of the `table` of `make_paper_table`, and return the paths of both."""
     sheet = _build_sheet(table)
     plots = [*plot_points(results.points, table), *([plot_scores(results.scores)] if len(results.scores) else [])]
     sections = [Section("correlations", sheet.title, sheet=sheet)]
@@ -57,7 +53,6 @@ def write_results(results: CorrelationResults, table: pd.DataFrame, out: Path) -
 
 
 def _build_sheet(table: pd.DataFrame) -> Sheet:
-    """Return the table of correlations for the page, with a group for each task and model."""
     names = [name for name in (*STATISTICS, *(f"paper_{name}" for name in STATISTICS)) if name in table]
     rows: dict[str, list[list[Entry]]] = {}
     for row in table.to_dict("records"):
@@ -81,7 +76,6 @@ def _build_sheet(table: pd.DataFrame) -> Sheet:
 
 
 def _name_row(row: Mapping[Any, Any]) -> tuple[str, str]:
-    """Return the title of a row's measure and the name of its layer; measures of other programs keep their names."""
     titles = {measure.name: measure.title for measure in MEASURES}
     return titles.get(row["measure"], str(row["measure"])), str(row["layer"]).replace("_", " ")
 
@@ -191,7 +185,6 @@ def make_correlation_table(rows: pd.DataFrame) -> Table:
 
 
 def _format_with_interval(row: Mapping[Any, Any], name: str) -> str:
-    """Return a statistic of a row with its interval, if it has one; a dash if it is undefined."""
     if math.isnan(row[name]):
         return EMPTY_CELL
     interval = f"\n[{row[f'{name}_low']:.2f}, {row[f'{name}_high']:.2f}]" if f"{name}_low" in row else ""

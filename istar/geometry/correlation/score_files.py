@@ -16,6 +16,7 @@ from istar.files.writing import unescape_cell
 from istar.models.hub import is_hub_id
 from istar.models.saved_checkpoints import step_from_name
 from istar.runs.labels import shorten_model_name
+from istar.statistics.arguments import is_finite
 from istar.texts.readers import iterate_csv
 
 CHECKPOINT_COLUMNS = ["model", "revision", "step"]
@@ -85,10 +86,6 @@ def _read_csv_scores(path: Path) -> pd.DataFrame:
 
 
 def _read_result_file(path: Path) -> list[Score]:
-    """Return the scores of a result file of lm-evaluation-harness or MTEB; none if it has another format.
-
-    Raises a `UserError` if the file cannot be read, or is not JSON.
-    """
     content = read_json(path)
     if not isinstance(content, dict):
         return []
@@ -126,7 +123,7 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
     for task, metrics in content["results"].items():
         for key, value in metrics.items():
             metric, _, filter_name = key.partition(",")
-            if metric.endswith("_stderr") or not _is_finite_number(value) or (has_filters and not filter_name):
+            if metric.endswith("_stderr") or not is_finite(value) or (has_filters and not filter_name):
                 continue
             standard_error = metrics.get(f"{metric}_stderr,{filter_name}" if has_filters else f"{metric}_stderr")
             yield Score(
@@ -134,7 +131,7 @@ def parse_harness_scores(content: Mapping[str, Any]) -> Iterator[Score]:
                 revision=revision,
                 task=f"{task} {metric}" if filter_name in ("", "none") else f"{task} {metric} {filter_name}",
                 score=float(value),
-                standard_error=float(standard_error) if _is_finite_number(standard_error) else math.nan,
+                standard_error=float(standard_error) if is_finite(standard_error) else math.nan,
             )
 
 
@@ -157,15 +154,10 @@ def parse_mteb_scores(content: Mapping[str, Any], path: Path) -> Iterator[Score]
     for split, subsets in content["scores"].items():
         for subset in subsets if isinstance(subsets, list) else ():
             value: Any = subset.get("main_score") if isinstance(subset, dict) else None
-            if _is_finite_number(value):
+            if is_finite(value):
                 split_and_subset = (split if split != "test" else "", subset.get("hf_subset", "default"))
                 suffixes = [str(name) for name in split_and_subset if name not in ("", "default")]
                 yield Score(model, revision, " ".join([content["task_name"], *suffixes]), float(value))
-
-
-def _is_finite_number(value: object) -> bool:
-    """Return whether a value from a JSON file is a finite number; booleans are not numbers."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_checkpoint_table(path: Path) -> pd.DataFrame:
@@ -205,7 +197,6 @@ def read_checkpoint_table(path: Path) -> pd.DataFrame:
 
 
 def _complete_checkpoint_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with all `CHECKPOINT_COLUMNS`, short names of models, and steps as numbers."""
     table = table.assign(**{name: "" for name in CHECKPOINT_COLUMNS if name not in table})
     table["model"] = [shorten_model_name(name) for name in table["model"]]
     table["step"] = [
@@ -241,10 +232,7 @@ def to_long_format(table: pd.DataFrame, key_columns: Sequence[str], name: str, v
 
 
 def _to_numbers(long_table: pd.DataFrame, name: str, value: str) -> pd.DataFrame:
-    """Return a table in long format with `value` as numbers, without the rows that lack one.
-
-    Raises a `UserError` if a cell is not a number, or a checkpoint has two numbers for the same `name`.
-    """
+    """Return a table in long format with `value` as numbers, without the rows that lack one."""
     numbers = [
         _parse_cell(text, f"{location}: {label}")
         for location, label, text in zip(long_table.index, long_table[name], long_table[value], strict=True)

@@ -14,15 +14,9 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
 from istar.geometry.collect.measures_file import interval_half_width
+from istar.geometry.show import model_figures
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
-from istar.geometry.show.model_figures import (
-    FORM_TITLES,
-    LAYER_MEASURES,
-    make_figure,
-    make_measure_panel,
-    name_tap,
-)
 from istar.measures.catalogue import FIGURES, find_measure
 from istar.runs.names import COMBINED, FINAL_NORM
 
@@ -98,7 +92,9 @@ def make_step_axis(trainings: Sequence[MeasuredTraining]) -> Axis:
         [training] = trainings
         layers = list(training.checkpoints[0].measurements.all_texts)
         rows = [
-            training.select_layer(layer).assign(panel="", line=name_tap(layer), groups=training.num_groups)
+            training.select_layer(layer).assign(
+                panel="", line=model_figures.name_tap(layer), groups=training.num_groups
+            )
             for layer in evenly_spaced(layers)
         ]
         points = pd.concat(rows).assign(segment=0).rename(columns={"step": "x"})
@@ -120,14 +116,14 @@ def plot_measures(axis: Axis, width: int) -> list[Plot]:
     """
     plots = []
     for name in FIGURES:
-        measures = [measure for measure in LAYER_MEASURES if measure.figure == name]
+        measures = [measure for measure in model_figures.LAYER_MEASURES if measure.figure == name]
         if not measures:
             continue
         panels = []
         for measure in measures:
             for title, points in axis.points.groupby("panel", sort=False):
                 if lines := _make_lines(points, measure.name, measure.needs_inter_sim):
-                    panels.append(make_measure_panel(measure, lines, width, str(title)))
+                    panels.append(model_figures.make_measure_panel(measure, lines, width, str(title)))
         caption = " ".join(measure.meaning for measure in measures if measure.meaning)
         share_y = FIGURES[name].same_y
         plots.append(axis.make_plot(name, panels, caption, share_y=share_y, share_y_by_label=True))
@@ -135,7 +131,6 @@ def plot_measures(axis: Axis, width: int) -> list[Plot]:
 
 
 def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None = None) -> list[Line]:
-    """Return the lines of a measure with 95% intervals, if it has errors; lines without a finite value are left out."""
     lines: list[Line] = []
     if name not in points:
         return lines
@@ -155,7 +150,6 @@ def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None =
 
 
 def _shorten_labels(names: Sequence[str]) -> list[str]:
-    """Shorten the names of texts to distinct, printable labels that fit in a legend."""
     labels: list[str] = []
     for name in names:
         label = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split()) or "text"
@@ -195,7 +189,7 @@ def plot_parameters(models: Sequence[MeasuredModel], trainings: Sequence[Measure
                 if measures_by_form
             ]
         if lines:
-            partition.append(make_measure_panel(measure, lines, 0, f"{matrix} embeddings"))
+            partition.append(model_figures.make_measure_panel(measure, lines, 0, f"{matrix} embeddings"))
     options: dict[str, Any] = {"labels": axis.labels, "reference_label": ""}
     if trainings:
         final_norm = [
@@ -210,10 +204,12 @@ def plot_parameters(models: Sequence[MeasuredModel], trainings: Sequence[Measure
     norms = [(model.label, model.measurements.final_norm) for model in models]
     lines = [_make_bars(label, [norm["gain"], norm["bias"]]) for label, norm in norms if norm is not None]
     final_norm = [Panel("norm", lines)] if lines else []
-    form_ticks = {float(position): form for position, form in enumerate(FORM_TITLES.values())}
+    form_ticks = {float(position): form for position, form in enumerate(model_figures.FORM_TITLES.values())}
     return [
-        make_figure("partition", partition, "", "columns", x_names=form_ticks, **options),
-        make_figure("final_norm", final_norm, "", "columns", x_names={0.0: "gain", 1.0: "bias"}, **options),
+        model_figures.make_figure("partition", partition, "", "columns", x_names=form_ticks, **options),
+        model_figures.make_figure(
+            "final_norm", final_norm, "", "columns", x_names={0.0: "gain", 1.0: "bias"}, **options
+        ),
     ]
 
 
@@ -222,7 +218,6 @@ def _make_bars(label: str, values: Sequence[float]) -> Line:
 
 
 def _make_parameter_lines(trainings: Sequence[MeasuredTraining], layer: str, column: str) -> list[Line]:
-    """Return a line over the steps for each training that has a finite value of a matrix or the final normalization."""
     lines = [
         Line(training.label, tuple(map(float, training.steps)), tuple(training.values_by_step(layer, column)))
         for training in trainings

@@ -4,11 +4,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from istar.drawing.page_folder import read_page_texts
-from istar.geometry.collect import measures_file
 from istar.geometry.collect.measures_file import Measurements, t_quantile
 from istar.measures.catalogue import MEASURES, MEASURES_WITH_ERROR
 from istar.measures.jackknife import jackknife_error
@@ -76,16 +74,6 @@ class MeasuredModel:
     def prediction_matrix(self) -> str:
         """Name of the embedding matrix nearest to the prediction: `output` if the model has its own, else `input`."""
         return "output" if "output" in self.measurements.matrices else "input"
-
-
-def is_measured(argument: ModelArgument) -> bool:
-    """Return whether a model is a folder that `istar measure` has finished."""
-    return (Path(argument.name) / measures_file.JSON_FILE).is_file()
-
-
-def has_trajectory(argument: ModelArgument) -> bool:
-    """Return whether a model is a folder of `istar measure` for the checkpoints or revisions of a training."""
-    return (Path(argument.name) / measures_file.TRAJECTORY_FILE).is_file()
 
 
 def choose_labels(arguments: Sequence[ModelArgument], names: Sequence[str], noun: str = "models") -> list[str]:
@@ -173,7 +161,6 @@ def have_same_tokens(first: MeasuredModel, other: MeasuredModel) -> bool:
 
 
 def _find_changed_token_settings(first: MeasuredModel, other: MeasuredModel) -> list[str]:
-    """Return the names of the settings that decide which tokens are measured and differ between two models."""
     first_settings, other_settings = (model.measurements.settings for model in (first, other))
     return [name for name in _TOKEN_SETTINGS if first_settings.get(name) != other_settings.get(name)]
 

@@ -19,6 +19,7 @@ from istar.drawing.page_folder import Page, PageKind, Section
 from istar.drawing.page_tables import Sheet, make_markdown_table
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
+from istar.files.outputs import Output
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file, trajectory_file
 from istar.geometry.collect.measures_file import Measurements, ModelName, t_quantile
@@ -93,14 +94,13 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents[CARD_FILE] = _make_card(label, measured).encode()
     # The measures, which may have taken hours, are saved before anything is drawn.
-    page_folder.page_output(out, MODEL_KIND).write(contents)
+    Output(out, MODEL_KIND.noun).write(contents)
     measures_file.discard_state(out)
     model = MeasuredModel(label, measured)
     return _write(PageContent(MODEL_KIND, [model], command=measured.command), out, contents)
 
 
 def _make_card(label: str, measured: Measurements) -> str:
-    """Return a section with the main measures of each layer over all texts together, and how they were measured."""
     measures_by_tap, settings = measured.all_texts, measured.settings
     names = [name for name in HEADERS if any(name in measures for measures in measures_by_tap.values())]
     rows = [
@@ -123,11 +123,7 @@ def _make_card(label: str, measured: Measurements) -> str:
 def write_comparison(
     models: Sequence[MeasuredModel], out: Path, similarities: Sequence["Similarity"] = (), command: str = ""
 ) -> Path:
-    """Write the page that compares models, with its figures, tables and `comparison.csv`, and return the page's path.
-
-    Differences are from the first model. An earlier result in the folder is replaced. Raises a `UserError` as
-    `istar.drawing.page_folder.write` does.
-    """
+    """Write the page that compares models, with its figures, tables and `comparison.csv`, and return its path."""
     notes = compare.describe_other_settings(models)
     content = PageContent(COMPARISON_KIND, models, command=command, similarities=similarities, notes=notes)
     frame = pd.DataFrame(compare.make_layer_rows(models))
@@ -144,10 +140,7 @@ def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], meas
 
 
 def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
-    """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path.
-
-    Raises a `UserError` as `istar.drawing.page_folder.write` does.
-    """
+    """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path."""
     notes = describe_other_training_settings(trainings)
     if without_folder := [training.label for training in trainings if not training.checkpoints]:
         note = TEXTS["reading"]["assumed_groups"]
@@ -167,7 +160,6 @@ def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> l
 
 
 def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Path:
-    """Write a page with its figures, tables and the further files `contents`, and return its path."""
     sheets = {sheet.name: sheet for sheet in _build_sheets(content)}
     over_training = " over training" if content.trainings else ""
     labels = content.labels
@@ -234,7 +226,6 @@ def _make_plots(content: PageContent) -> list[Plot]:
 
 
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path) -> list[Section]:
-    """Return the sections of a page: the main tables, each figure with the table of its name, and the other tables."""
     remaining = dict(sheets)
     described_models = list_last_checkpoints(content.trainings) if content.trainings else content.models
     sections = [
@@ -265,7 +256,6 @@ def _make_table_section(sheet: Sheet) -> Section:
 
 
 def _explain_missing_panels(plot: Plot) -> str:
-    """Return a sentence on why a figure, or some of its panels, are missing; empty if none is."""
     missing = ", ".join(model_figures.find_missing_measures(plot))
     if plot.panels and not missing:
         return ""
@@ -284,7 +274,6 @@ def _explain_page(content: PageContent) -> list[str]:
 
 
 def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return a paragraph on each measure of the models' layers and embedding matrices."""
     names = set().union(*(model.last_layer_measures for model in models))
     names |= set().union(*(forms["raw"] for model in models for forms in model.measurements.matrices.values()))
     return [
@@ -296,7 +285,6 @@ def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
 
 
 def _explain_intervals(content: PageContent) -> str:
-    """Return sentences on what the bands in figures and the ± in tables are."""
     if content.models and not any(model.has_errors for model in content.models):
         return str(TEXTS["reading"]["no_intervals"])
     groups = {model.num_groups for model in content.models} - {0} or {ASSUMED_GROUPS}
@@ -305,7 +293,6 @@ def _explain_intervals(content: PageContent) -> str:
 
 
 def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
-    """Return sentences on how the errors of differences from the first model are computed, or why there are none."""
     first, *others = models
     labels_by_method: dict[str, list[str]] = {}
     sentences = []

@@ -16,7 +16,6 @@ from istar.measures.catalogue import MEASURES, Measure
 from istar.runs.names import FINAL_NORM
 
 MAX_LINES = 5
-"""Most lines at the beginning of a page."""
 _TOKENS_PER_DIMENSION = 10
 """With fewer tokens per dimension, IsoScore and the ranks are clearly too low."""
 _SMALLEST = 1e-3
@@ -35,7 +34,6 @@ def find_flags(measured: Measurements) -> list[str]:
 
 
 def _describe_undefined(measured: Measurements) -> list[str]:
-    """Explain in a line each which layers lack measures of variance, and which embedding matrices lack all measures."""
     norms, ratios = (_find_values(measured, name) for name in ("average_norm", "participation_ratio"))
     equal = [name_layer(layer) for layer, norm in norms.items() if norm >= 0 and math.isnan(ratios[layer])]
     lines = (
@@ -77,7 +75,6 @@ def _find_values(measured: Measurements, name: str) -> dict[str, float]:
 
 
 def _compare_norms(measured: Measurements) -> dict[str, float]:
-    """Return each layer's average norm divided by the smallest, without the final normalization."""
     norms = _find_values(measured, "average_norm")
     norms.pop(FINAL_NORM, None)  # it changes the norm by design
     smallest = min(filter(math.isfinite, norms.values()), default=0.0)
@@ -85,14 +82,12 @@ def _compare_norms(measured: Measurements) -> dict[str, float]:
 
 
 def _find_falls(measured: Measurements) -> dict[str, float]:
-    """Return how far InterSim of the sample falls in each layer without five dimensions."""
     before = _find_values(measured, "sample_inter_sim")
     after = _find_values(measured, "sample_inter_sim_without_top_5")
     return {layer: before[layer] - after[layer] for layer in before}
 
 
 def _compare_first_tokens(measured: Measurements) -> dict[str, float]:
-    """Return the average norm of the tokens at position 0 divided by the average norm of the others, by layer."""
     ratios = {}
     for layer, bins in measured.by_position.get(measured.combined_key, {}).items():
         other_tokens = sum(bins["tokens"][1:])
@@ -140,7 +135,6 @@ def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[Measu
 
 
 def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]:
-    """Return a line on the models with the largest and the smallest value at their last layers, if they differ."""
     values = {model.label: (model.last_layer_measures.get(measure.name, math.nan), model) for model in models}
     defined = sorted((pair for pair in values.values() if math.isfinite(pair[0])), key=lambda pair: pair[0])
     if len(defined) < 2 or defined[0][0] == defined[-1][0]:
@@ -155,7 +149,6 @@ def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]
 
 
 def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Measure) -> list[str]:
-    """Return a line on the training with the largest change of its last layer over the steps, if any changes."""
     curves = [(training, training.values_by_step(training.last_layer, measure.name)) for training in trainings]
     defined = [(training, ys[0], ys[-1]) for training, ys in curves if math.isfinite(ys[-1] - ys[0])]
     if not defined:
@@ -198,7 +191,6 @@ def _describe_all_layers(measured: Measurements) -> list[str]:
 
 
 def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:
-    """Return the range of some values as text, such as `0.14 to 0.39`; empty if none is finite."""
     values = [value for value in value_by_layer.values() if math.isfinite(value)]
     if not values:
         return ""

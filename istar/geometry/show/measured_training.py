@@ -132,7 +132,6 @@ def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]
 
 
 def _read_ends(folder: Path, table: pd.DataFrame) -> list[MeasuredModel]:
-    """Read the measurements of the first and the last checkpoint; return neither if one cannot be read."""
     ends = []
     for _, row in table.iloc[[0, -1]].iterrows():
         checkpoint = Checkpoint(str(row["revision"]), name="")
@@ -145,10 +144,6 @@ def _read_ends(folder: Path, table: pd.DataFrame) -> list[MeasuredModel]:
 
 
 def _read_table(argument: ModelArgument) -> pd.DataFrame:
-    """Read the `trajectory.csv` of a folder, and return its rows sorted by step.
-
-    Raises a `UserError` if the file is missing or damaged, or lacks a checkpoint's step.
-    """
     path = Path(argument.name) / measures_file.TRAJECTORY_FILE
     if not path.is_file():
         raise UserError(

@@ -84,7 +84,6 @@ class States:
 
 
 def _choose_states(models: Sequence[MeasuredModel]) -> list[States]:
-    """Return some layers of the only model, or the last layers of several models."""
     if len(models) == 1:
         measured = models[0].measurements
         return [States(name_tap(tap), measured, tap) for tap in evenly_spaced(list(measured.all_texts))]
@@ -137,7 +136,6 @@ def make_figure(name: str, panels: Sequence[Panel], x_label: str, kind: str = "l
 
 
 def _make_norm_line(label: str, histogram: Mapping[str, Sequence[float]]) -> Line:
-    """Return the line of a histogram of norms in percent of the tokens."""
     num_tokens = sum(histogram["counts"]) + sum(histogram.get("outside", ()))
     middles = [math.sqrt(low * high) for low, high in itertools.pairwise(histogram["edges"])]
     # An empty bin on either side lets the line start and end at zero.

@@ -6,6 +6,7 @@ A table of several models has their rows one below the other, in a group for eac
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,6 @@ def _format_value(value: Any) -> str:
 
 
 def _make_entry(value: Any) -> Entry:
-    """Return a table cell: a text as it is, a sequence joined by commas, and a number as `number_entry` formats it."""
     if isinstance(value, Entry):
         return value
     if isinstance(value, str):
@@ -215,17 +215,22 @@ def build_similarity_sheet(similarities: Sequence["Similarity"]) -> Sheet:
     return _make_sheet("similarity", pd.DataFrame(shown_rows), pd.DataFrame(rows))
 
 
-def _build_dimension_sheet(
-    name: str, measured: Measurements, rows_by_source: Mapping[str, Mapping[str, Sequence[Any]]], columns: Sequence[str]
-) -> Sheet:
-    """Return a table of single dimensions: the first ones of each layer over all texts together; the CSV has all."""
+_DIMENSION_COLUMNS = {
+    "massive": ("dimension", "value", "ratio", "token", "position", "text"),
+    "extremes": ("dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share"),
+}
+"""Columns of the tables of massive activations and of the dimensions with means farthest from 0."""
+
+
+def build_dimension_sheet(name: str, measured: Measurements) -> Sheet:
+    """Return a table of `_DIMENSION_COLUMNS`: the first rows of each layer over all texts together; the CSV has all."""
     rows = [
         {"source": source, "layer": tap, **row}
-        for source, taps in rows_by_source.items()
+        for source, taps in getattr(measured, name).items()
         for tap, tap_rows in taps.items()
         for row in tap_rows
     ]
-    frame = pd.DataFrame(rows, columns=["source", "layer", *columns])
+    frame = pd.DataFrame(rows, columns=["source", "layer", *_DIMENSION_COLUMNS[name]])
     if "ratio" in frame:
         # The ratio to a median of 0 is undefined.
         frame = frame.astype({"ratio": float})
@@ -239,18 +244,6 @@ def _build_dimension_sheet(
     if "text" in shown:
         shown["text"] = shown["text"].map(lambda text: Entry(text, code=True))
     return _make_sheet(name, shown, frame)
-
-
-def build_massive_sheet(measured: Measurements) -> Sheet:
-    """Return the table of massive activations, which shows the largest of each layer over all texts together."""
-    columns = ("dimension", "value", "ratio", "token", "position", "text")
-    return _build_dimension_sheet("massive", measured, measured.massive, columns)
-
-
-def build_extremes_sheet(measured: Measurements) -> Sheet:
-    """Return the table of the dimensions with means farthest from 0, over all texts together."""
-    columns = ("dimension", "mean", "deviation", "mean_by_typical_deviation", "variance_share")
-    return _build_dimension_sheet("extremes", measured, measured.extremes, columns)
 
 
 def build_matrix_sheet(measured: Measurements) -> Sheet:
@@ -316,8 +309,8 @@ def build_settings_sheet(measured: Measurements) -> Sheet:
 
 
 MODEL_SHEET_BUILDERS: tuple[Callable[[Measurements], Sheet], ...] = (
-    build_massive_sheet,
-    build_extremes_sheet,
+    partial(build_dimension_sheet, "massive"),
+    partial(build_dimension_sheet, "extremes"),
     build_matrix_sheet,
     build_final_norm_sheet,
     build_reading_sheet,

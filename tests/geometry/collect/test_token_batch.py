@@ -14,7 +14,7 @@ def test_groups_are_slices_of_the_sorted_rows() -> None:
     batch = TokenBatch.of(TOKENS, POSITIONS, GROUPS)
     assert batch.group_slices == {0: slice(0, 4), 3: slice(4, 8)}
     assert batch.order.tolist() == EXPECTED_ORDER
-    assert [EXPECTED_ORDER[row] for row in batch.find_rows().tolist()] == list(range(8))
+    assert [EXPECTED_ORDER[row] for row in batch.order.argsort().tolist()] == list(range(8))
     assert batch.token_ids.tolist() == TOKENS[EXPECTED_ORDER].tolist()
     assert batch.positions.tolist() == POSITIONS[EXPECTED_ORDER].tolist()
     for rows, values in ((batch.types, TOKENS), (batch.groups, GROUPS)):

@@ -14,7 +14,7 @@ from istar.cli.main import main
 from istar.drawing.plot import Plot
 from istar.geometry.correlation import correlate as correlating
 from istar.geometry.correlation import correlation_tables
-from istar.geometry.correlation.correlate import Selection, correlate, correlate_series, resample_correlations
+from istar.geometry.correlation.correlate import correlate, correlate_series, resample_correlations
 from istar.geometry.correlation.correlation_tables import make_correlation_table
 from istar.geometry.correlation.score_files import read_scores
 
@@ -140,7 +140,7 @@ def test_other_forms_of_the_same_scores(tmp_path: Path) -> None:
         (scores.replace("tiny,", "tiny-v1.1,"), "tiny"),
     ):
         (tmp_path / "scores.csv").write_text(text)
-        tables.append(correlate(tmp_path / "geometry.csv", tmp_path / "scores.csv", Selection(model=model)).table)
+        tables.append(correlate(tmp_path / "geometry.csv", tmp_path / "scores.csv", model=model).table)
     assert tables[0].equals(tables[1])
     assert tables[0].equals(tables[2])
 
@@ -236,7 +236,7 @@ other,step1000,sciq,0.9,0.01
 def make_plot(folder: Path, geometry: str, scores: str) -> Plot | None:
     (folder / "geometry.csv").write_text(geometry)
     (folder / "scores.csv").write_text(scores)
-    return correlation_tables.plot_scores(correlate(folder / "geometry.csv", folder / "scores.csv", Selection()).scores)
+    return correlation_tables.plot_scores(correlate(folder / "geometry.csv", folder / "scores.csv").scores)
 
 
 def test_a_panel_for_each_task_and_a_line_for_each_model(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_steps_of_the_scores_are_those_of_the_measures(tmp_path: Path) -> None:
 def test_a_measure_is_drawn_against_the_scores(tmp_path: Path) -> None:
     (tmp_path / "geometry.csv").write_text(MEASURED)
     (tmp_path / "scores.csv").write_text(SCORED)
-    results = correlate(tmp_path / "geometry.csv", tmp_path / "scores.csv", Selection())
+    results = correlate(tmp_path / "geometry.csv", tmp_path / "scores.csv")
     table = results.table.assign(note="")  # no model has enough points for a correlation
     [plot] = correlation_tables.plot_points(results.points, table)
     assert (plot.x_label, plot.kind) == ("IsoScore of layer 1", "points")

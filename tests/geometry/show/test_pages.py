@@ -177,8 +177,8 @@ def test_tables_have_half_widths_and_stay_short() -> None:
     many = make_model(taps=["embeddings", *(f"layer_{number}" for number in range(1, 30))])
     sheet = model_tables.build_layer_sheet([many])
     assert (list(sheet.rows_by_group), len(sheet.frame)) == (["combined"], 90)
-    assert len(model_tables.build_extremes_sheet(many.measurements).rows) == 30
-    massive = model_tables.build_massive_sheet(make_measurements(taps=["layer_1"]))
+    assert len(model_tables.build_dimension_sheet("extremes", many.measurements).rows) == 30
+    massive = model_tables.build_dimension_sheet("massive", make_measurements(taps=["layer_1"]))
     assert [[entry.text for entry in row] for row in massive.rows] == [
         ["layer 1", "1415", "-3,000", "2,000", "0", "the"]
     ] * 3
