@@ -1,10 +1,9 @@
 """What the options of the group `reg` have in common: those without a penalty, and the base class of penalties."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -105,9 +104,10 @@ def weight_field(default: float) -> Any:
 
 
 @dataclass
-class PenaltyConfig(RegConfig, ABC):
-    """The options of all penalties. A subclass has the options of one penalty, and builds it in `make`."""
+class PenaltyConfig(RegConfig):
+    """The options of all penalties. A subclass has the class of one penalty, and its options under the same names."""
 
+    kind: ClassVar[type[Penalty]]
     weight: float = weight_field(Penalty.weight)
     """Weight of the penalty (lambda), any finite number. With 0 there is no penalty."""
     layers: Layers = field(default=Penalty.layers, metadata=ON_HIDDEN_STATES)
@@ -173,35 +173,23 @@ class PenaltyConfig(RegConfig, ABC):
         return None if self.target_score is None else SetPoint(self.target_score, self.side, self.target_batches)
 
     @property
-    def shared_options(self) -> dict[str, Any]:
-        """The options of `Penalty`, which all penalties have, by name."""
-        return {
-            "weight": self.effective_weight,
-            "layers": self.layers,
-            "include_padding": self.include_padding,
-            "sync": self.sync,
-            "set_point": self.set_point,
-        }
+    def options(self) -> dict[str, Any]:
+        """The options of the penalty, by name."""
+        return self._select_options(self.kind) | {"weight": self.effective_weight}
 
-    @abstractmethod
+    def _select_options(self, target: type[Any]) -> dict[str, Any]:
+        """Return the values that have the names of a dataclass's options."""
+        names = [option.name for option in fields(target) if option.init and hasattr(self, option.name)]
+        return {name: getattr(self, name) for name in names}
+
     def make(self) -> Penalty:
-        """Build the penalty.
-
-        Raises:
-            OptionError: for an option that it refuses.
-        """
+        """Build the penalty, or raise an `OptionError` for an option that it refuses."""
+        return self.kind(**self.options)
 
     def make_settings(self, special_ids: Sequence[int], seed: int) -> PenaltySettings:
         """Return how the trainer uses the penalty; see `RegConfig.attach` for the arguments."""
-        return PenaltySettings(
-            points=Points(self.points, self.max_norm_ratio, special_ids),
-            target=self.target,
-            rows=self.rows,
-            sample=self.sample,
-            seed=seed,
-            schedule=self.schedule,
-            warmup=self.warmup,
-        )
+        points = Points(self.points, self.max_norm_ratio, special_ids)
+        return PenaltySettings(**self._select_options(PenaltySettings) | {"points": points, "seed": seed})
 
     def for_precision(self, precision: str) -> "PenaltyConfig":
         """Return the options for a run with this `trainer.precision`; by default, they do not depend on it."""
