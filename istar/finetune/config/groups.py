@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
-from istar.finetune.config.fields import NEVER_MATTERS, collects_further_keys, matters
 from istar.finetune.config.model_config import ModelConfig
 from istar.finetune.config.optim_config import OPTIMIZERS, OptimConfig
 from istar.finetune.config.output_config import RunConfig
+from istar.finetune.config.settings import NEVER_MATTERS, collects_further_keys, matters
 from istar.finetune.config.task_config import DataConfig, TaskConfig
 from istar.finetune.config.trainer_config import TrainerConfig
 

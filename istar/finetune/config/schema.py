@@ -19,12 +19,12 @@ from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, 
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from istar.errors import UserError, check_one_of, did_you_mean
-from istar.finetune.config.fields import collects_further_keys, key_of
 from istar.finetune.config.groups import Config, describe_unknown_key
 from istar.finetune.config.optim_config import OPTIMIZERS
 from istar.finetune.config.options import config_folder, sweep_folder
 from istar.finetune.config.output_config import LoggerConfig, TensorBoardConfig, WandbConfig
 from istar.finetune.config.penalties import PENALTIES
+from istar.finetune.config.settings import collects_further_keys, key_of
 from istar.finetune.config.sweep_config import SweepConfig
 from istar.runs.tasks import TASKS
 
@@ -292,7 +292,7 @@ def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) ->
 def _build_dataclass(group: str, config_class: type[T], values: Mapping[str, Any]) -> T:
     field_by_key, further_field = _list_fields(config_class)  # type: ignore[arg-type]
     arguments: dict[str, Any] = {
-        option.name: _convert_number(_get_value(values, key, f"{group}."), option.type)
+        option.name: _convert_value(_get_value(values, key, f"{group}."), option)
         for key, option in field_by_key.items()
     }
     if further_field is None:
@@ -302,12 +302,16 @@ def _build_dataclass(group: str, config_class: type[T], values: Mapping[str, Any
     return config_class(**arguments)
 
 
-def _convert_number(value: Any, field_type: Any) -> Any:
-    """Return the value of a field that is a number or a word, such as zeta, as a float if it is a number.
+def _convert_value(value: Any, option: "Field[Any]") -> Any:
+    """Return the value of a field; nodes of OmegaConf have converted those with a single type.
 
-    Nodes of OmegaConf convert the values of all other fields.
+    Null is the default of a number or fraction of batches, as in Lightning. Numbers become floats in a field that may
+    also be a word, such as zeta.
     """
-    if not {float, str} <= {*get_args(field_type)} or isinstance(value, bool):
+    types = {*get_args(option.type)}
+    if value is None and types == {int, float}:
+        return option.default
+    if not {float, str} <= types or isinstance(value, bool):
         return value
     try:
         return float(value)

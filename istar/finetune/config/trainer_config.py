@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from istar.errors import UserError, check_at_least, check_one_of
-from istar.finetune.config.fields import FURTHER_KEYS, NEVER_MATTERS, matters
+from istar.finetune.config.settings import FURTHER_KEYS, NEVER_MATTERS, matters
 from istar.finetune.config.trainer_arguments import check_trainer_arguments, without_defaults
 
 
