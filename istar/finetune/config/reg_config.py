@@ -45,8 +45,7 @@ class RegConfig:
             seed: seed of the samples of embedding rows and points.
             precision: `trainer.precision`, except auto.
 
-        Raises:
-            UserError: if the model lacks what is penalized.
+        Raises a `UserError` if the model lacks what is penalized.
         """
         return None
 

@@ -78,8 +78,7 @@ def register_sweeps() -> None:
 def load(config: Mapping[str, Any]) -> Config:
     """Convert a composed config, as a DictConfig or as dictionaries, to dataclasses, which check the values.
 
-    Raises:
-        UserError: if a key is missing or unknown, or a value is not allowed.
+    Raises a `UserError` if a key is missing or unknown, or a value is not allowed.
     """
     values = _to_plain_data(config) if isinstance(config, DictConfig) else dict(config)
     values.pop("sweep", None)
@@ -96,8 +95,7 @@ def load(config: Mapping[str, Any]) -> Config:
 def load_sweep(config: DictConfig) -> SweepConfig:
     """Convert the `sweep` group of a composed config to its dataclass, which checks the values.
 
-    Raises:
-        UserError: if a key is missing or unknown, or a value is not allowed.
+    Raises a `UserError` if a key is missing or unknown, or a value is not allowed.
     """
     return _build_dataclass("sweep", SweepConfig, OmegaConf.to_container(config.sweep, resolve=True))  # type: ignore[arg-type]
 
@@ -251,8 +249,7 @@ def _to_plain_data(config: DictConfig) -> dict[str, Any]:
 def find_option(group: str, config: Mapping[str, Any]) -> str:
     """Return the option of a group in a config: its `name`, except for `torch`, whose name is a class.
 
-    Raises:
-        UserError: if the group or its name is missing, or the group is not a mapping.
+    Raises a `UserError` if the group or its name is missing, or the group is not a mapping.
     """
     values = _get_group(config, group)
     return "torch" if group == "optim" and "arguments" in values else str(_get_value(values, "name", f"{group}."))

@@ -28,10 +28,8 @@ def settings_of(config: "Config") -> dict[str, Any]:
 
     Configs with equal settings describe the same run. The groups and keys are those of the command line. Fields that
     never matter are left out, and a value without an effect is replaced by the one that counts; the metadata of each
-    field says which, see `matters`. A penalty of weight 0 counts as `reg=none`.
-
-    Raises:
-        UserError: if `find_task_spec` refuses the task.
+    field says which, see `matters`. A penalty of weight 0 counts as `reg=none`. Raises a `UserError` if
+    `find_task_spec` refuses the task.
     """
     return _select_settings(config, config)
 

@@ -30,10 +30,8 @@ _SET_BY_ISTAR = {
 def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[str]) -> None:
     """Check that `lightning.Trainer` has these arguments, by name, and that a config may set them.
 
-    `field_names` are the fields of `TrainerConfig`, as suggestions for a misspelt name.
-
-    Raises:
-        UserError: if an argument does not exist or is set by istar.
+    `field_names` are the fields of `TrainerConfig`, as suggestions for a misspelt name. Raises a `UserError` if an
+    argument does not exist or is set by istar.
     """
     if not arguments:
         return

@@ -73,10 +73,8 @@ class Job:
 def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     """Build model, penalty, callbacks and trainer; write no files.
 
-    `trial` is the address of the Optuna trial that may prune the run; None outside of a search.
-
-    Raises:
-        UserError: if the model cannot be loaded, or the settings fit neither the data nor the number of processes.
+    `trial` is the address of the Optuna trial that may prune the run; None outside of a search. Raises a `UserError` if
+    the model cannot be loaded, or the settings fit neither the data nor the number of processes.
     """
     config, spec, data = prepared.identity.config, prepared.identity.spec, prepared.data
     # From here on, only the initialization of the head and dropout draw from the global random generators.

@@ -22,9 +22,8 @@ _SET_BY_ISTAR = {
 def build_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Load or make the transformers configuration of a run's model, with the task's labels and the tokenizer's ids.
 
-    Raises:
-        UserError: if the configuration is not found, if the model is neither a text encoder nor a decoder, or if the
-            task needs the other of the two.
+    Raises a `UserError` if the configuration is not found, if the model is neither a text encoder nor a decoder, or if
+    the task needs the other of the two.
     """
     model_config: Any = tiny.make_tiny_config(len(tokenizer)) if config.is_tiny else make_architecture_config(config)
     check_num_layers(model_config, config.label)

@@ -55,8 +55,7 @@ def build_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> 
         texts: text of the task, read only to train a tokenizer. Equal texts give equal tokenizers, so every process and
             every resumed run can train its own. An iterator is copied to a list; other iterables may be read twice.
 
-    Raises:
-        UserError: as `istar.models.pretrained.load_tokenizer`, or if a tokenizer is to be trained without text.
+    Raises a `UserError` as `istar.models.pretrained.load_tokenizer`, or if a tokenizer is to be trained without text.
     """
     if config.is_tiny:
         return tiny.make_tokenizer(demo.vocabulary())
@@ -88,11 +87,9 @@ def build_model(
 
     The head has random weights unless the checkpoint's head has the same labels; then its outputs are put in the task's
     order. Without `config.pretrained`, all weights are random. With `config.lora`, the result is a `peft.PeftModel`
-    with trainable adapters and head. `model_config` is the result of `build_config`.
-
-    Raises:
-        UserError: if the model is not found or lacks a head of this kind, if weights outside the head are missing, or
-            if the model cannot process the tokenizer's output.
+    with trainable adapters and head. `model_config` is the result of `build_config`. Raises a `UserError` if the model
+    is not found or lacks a head of this kind, if weights outside the head are missing, or if the model cannot process
+    the tokenizer's output.
     """
     auto_class = _get_auto_class(model_config, spec.kind, config.label)
     options: dict[str, Any] = {"dtype": get_dtype(config.load_in)}

@@ -31,8 +31,8 @@ MODULES_BY_EXTRA = {
 def require(feature: str, extra: str) -> None:
     """Check that all modules of an extra, a key of `MODULES_BY_EXTRA`, are installed, without importing them.
 
-    Raises:
-        UserError: if any is missing; the message names the feature, such as `istar report`, the modules and the extra.
+    Raises a `UserError` if any is missing; the message names the feature, such as `istar report`, the modules and the
+    extra.
     """
     missing = [module for module in MODULES_BY_EXTRA[extra] if not is_installed(module)]
     if missing:

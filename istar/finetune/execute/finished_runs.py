@@ -13,9 +13,8 @@ from istar.runs.record import GEOMETRY, KEPT_MODELS, RESULT, RunRecord, read_res
 def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
     """Read the record of the run in a folder; None if it is not finished, or `run.overwrite` runs it again.
 
-    Raises:
-        UserError: if the record is damaged, or the run lacks a requested output, such as the submission file, that its
-            name does not depend on.
+    Raises a `UserError` if the record is damaged, or the run lacks a requested output, such as the submission file,
+    that its name does not depend on.
     """
     if config.run.overwrite:
         return None

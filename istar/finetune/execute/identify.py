@@ -45,8 +45,7 @@ class RunIdentity:
 def identify(config: Config) -> RunIdentity:
     """Resolve the config, load the data, and return which run the config describes.
 
-    Raises:
-        UserError: if a package is missing, the settings contradict each other, or the data cannot be loaded.
+    Raises a `UserError` if a package is missing, the settings contradict each other, or the data cannot be loaded.
     """
     config = resolve_config(config)
     if isinstance(config.logger, TensorBoardConfig):
@@ -89,10 +88,8 @@ def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examp
 def resolve_config(config: Config) -> Config:
     """Return the config with `trainer.precision=auto` replaced by a precision and a hub model's branch by its commit.
 
-    Both are part of the hash in the run's name, and all processes of the run must use the same values.
-
-    Raises:
-        UserError: if `resolve_model` fails.
+    Both are part of the hash in the run's name, and all processes of the run must use the same values. Raises a
+    `UserError` if `resolve_model` fails.
     """
     return replace(config, trainer=precision.choose_precision(config.trainer), model=resolve_model(config.model))
 
@@ -100,10 +97,8 @@ def resolve_config(config: Config) -> Config:
 def resolve_model(config: ModelConfig) -> ModelConfig:
     """Return the config of a hub model with its branch or tag replaced by the commit, so that all its files match.
 
-    A tokenizer from the hub becomes `<hub id>@<commit>`. Other models and tokenizers are left unchanged.
-
-    Raises:
-        UserError: if `istar.models.hub.find_commit` does not find the commit.
+    A tokenizer from the hub becomes `<hub id>@<commit>`. Other models and tokenizers are left unchanged. Raises a
+    `UserError` if `istar.models.hub.find_commit` does not find the commit.
     """
     if config.is_tiny:
         return config
@@ -129,8 +124,7 @@ class KeyMaker:
     def make(self, config: Config) -> RunKey:
         """Return the key that `identify` gives a run.
 
-        Raises:
-            UserError: if the run's data cannot be loaded, or `resolve_model` fails.
+        Raises a `UserError` if the run's data cannot be loaded, or `resolve_model` fails.
         """
         config = self.resolve(config)
         data_key = _make_data_key(config.task)

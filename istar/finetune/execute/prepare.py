@@ -98,8 +98,7 @@ class PreparedRun:
 def prepare(identity: RunIdentity) -> PreparedRun:
     """Load the tokenizer and the config of the model, and tokenize the data; write only into the cache.
 
-    Raises:
-        UserError: if tokenizer, model, penalty and data do not fit together.
+    Raises a `UserError` if tokenizer, model, penalty and data do not fit together.
     """
     config, spec = identity.config, identity.spec
     tokenizer = load_or_train_tokenizer(identity)
@@ -114,8 +113,7 @@ def prepare_data(
 ) -> PreparedData:
     """Tokenize all splits of a task, or read them from the cache of tokenized data.
 
-    Raises:
-        UserError: if the data do not fit the task or the model.
+    Raises a `UserError` if the data do not fit the task or the model.
     """
     max_length = limit_max_length(tokenizer, model_config, config.task.max_length, spec.max_length)
     if spec.is_language_modelling:
@@ -126,10 +124,8 @@ def prepare_data(
 def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run's model, or train one on the training texts and keep it in the cache.
 
-    Of a stream, it is trained on a sample of documents with 100 million characters.
-
-    Raises:
-        UserError: see `build_tokenizer`.
+    Of a stream, it is trained on a sample of documents with 100 million characters. Raises what `build_tokenizer`
+    raises.
     """
     config = identity.config
     examples = identity.examples

@@ -32,8 +32,7 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         The record and None if another process has finished the run; then nothing is written. Otherwise None and the
         checkpoint, which is None if none exists.
 
-    Raises:
-        UserError: if the folder cannot be written, or a model that is sharded now was not when it was saved.
+    Raises a `UserError` if the folder cannot be written, or a model that is sharded now was not when it was saved.
     """
     folder, config = job.identity.folder, job.identity.config
     try:

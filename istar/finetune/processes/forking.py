@@ -47,8 +47,7 @@ def start_server(environment: Mapping[str, str]) -> None:
 class ForkedProcess:
     """A fork of the server that executes a run; a `launch.Spawn` that is a `launch.Process`.
 
-    Raises:
-        UserError: if the server cannot fork, for example because an import has ended it.
+    Raises a `UserError` if the server cannot fork, for example because an import has ended it.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:

@@ -11,8 +11,7 @@ from istar.finetune.processes.ranks import has_external_launcher
 def processes_to_start(settings: TrainerConfig) -> int:
     """Return the number of processes that a run needs on this machine; 1 means that the current process is enough.
 
-    Raises:
-        UserError: if an external launcher has started a different number, or Lightning refuses the settings.
+    Raises a `UserError` if an external launcher has started a different number, or Lightning refuses the settings.
     """
     if has_external_launcher():
         _check_process_count(settings)

@@ -206,11 +206,7 @@ def update_progress(state: SweepState, root: Path) -> None:
 
 
 def read_state(path: Path) -> SweepState:
-    """Read a `sweep.json`.
-
-    Raises:
-        UserError: if the file cannot be read or istar did not write it.
-    """
+    """Read a `sweep.json`, or raise a `UserError` if the file cannot be read or istar did not write it."""
     content = read_record(path, SweepState, "a sweep", STATE_FORMAT)
     return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
 
@@ -330,8 +326,7 @@ def watch_sweeps(root: Path, console: Console, name: str | None = None, once: bo
         name: name of the sweep to show; None shows all sweeps that are not over, or else the latest.
         once: whether to show only the current state, as always if the console is not a terminal.
 
-    Raises:
-        UserError: if no such sweep exists.
+    Raises a `UserError` if no such sweep exists.
     """
     states, errors = find_sweeps(root, name)
     if once or not console.is_terminal:
@@ -350,8 +345,7 @@ def find_sweeps(root: Path, name: str | None = None) -> tuple[list[SweepState], 
     Returns:
         The states of the sweeps, and a message for each sweep that cannot be read.
 
-    Raises:
-        UserError: if no such sweep exists.
+    Raises a `UserError` if no such sweep exists.
     """
     folder = root / SWEEPS_FOLDER
     paths = sorted(list_visible(folder, f"*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)

@@ -51,9 +51,8 @@ class SweepRequest:
 def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
     """List the runs of a sweep without executing any: all combinations of a grid; nothing for a search.
 
-    Raises:
-        UserError: for overrides that do not compose or cannot be searched, if Optuna is not installed, and if the runs
-            would be uploaded.
+    Raises a `UserError` for overrides that do not compose or cannot be searched, if Optuna is not installed, and if the
+    runs would be uploaded.
     """
     if any(argument.lstrip("+").startswith("run.push_to_hub=") for argument in request.arguments):
         raise UserError("run.push_to_hub is for a single run; istar push uploads a run of a sweep")
@@ -164,10 +163,8 @@ class SweepRuns:
     def add_run(self, overrides: Overrides) -> PlannedRun:
         """Add the run with the given overrides and return it; a known run is not added twice.
 
-        If the run is finished, its result is taken over. If its data cannot be loaded, it is added as failed.
-
-        Raises:
-            UserError: if the overrides do not compose.
+        If the run is finished, its result is taken over. If its data cannot be loaded, it is added as failed. Raises a
+        `UserError` if the overrides do not compose.
         """
         run = self._plan_run(overrides)
         self._label_inputs()
@@ -235,8 +232,7 @@ class SweepRuns:
     def compose_sample_config(self) -> Config:
         """Compose a config without the overrides to sweep over, as an example of the runs of a search.
 
-        Raises:
-            UserError: if the data of the config cannot be loaded.
+        Raises a `UserError` if the data of the config cannot be loaded.
         """
         space = next(iter(self.space_by_grid.values()))
         fixed_overrides = tuple(

@@ -41,10 +41,8 @@ def run_trials(
     """Execute trials, `settings.jobs` of them in parallel, until the source is exhausted and all have ended.
 
     The processes write their output to files in `log_folder`, and have the additional variables of `environment`. With
-    `settings.fail_fast`, a failure stops all trials.
-
-    Raises:
-        StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
+    `settings.fail_fast`, a failure stops all trials. Raises a `StoppedError` if a signal has stopped the sweep; the
+    signal was forwarded to the running trials.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     pool = _TrialPool(source, settings, log_folder, environment or {})
@@ -143,10 +141,8 @@ def list_visible_gpus() -> list[str]:
 def make_slot_environment(slot: int, num_jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
     """Return environment variables that give a slot its share of the GPUs, or else of the CPU threads.
 
-    With more jobs than GPUs, several jobs share a GPU.
-
-    Raises:
-        UserError: if `trainer.devices` is not a number of devices.
+    With more jobs than GPUs, several jobs share a GPU. Raises a `UserError` if `trainer.devices` is not a number of
+    devices.
     """
     if num_jobs == 1:
         return {}

@@ -49,8 +49,7 @@ class Study:
         folder: folder of the sweep.
         run_name: maps the overrides of a trial to a name that is equal for equal runs.
 
-    Raises:
-        UserError: if the storage cannot be used, or the study's runs are in another folder.
+    Raises a `UserError` if the storage cannot be used, or the study's runs are in another folder.
     """
 
     def __init__(

@@ -28,11 +28,7 @@ class SweepPlan:
 
 
 def make_plan(runs: SweepRuns) -> SweepPlan:
-    """Return the plan of a sweep.
-
-    Raises:
-        UserError: if the data of a search cannot be loaded.
-    """
+    """Return the plan of a sweep, or raise a `UserError` if the data of a search cannot be loaded."""
     settings, state = runs.request.settings, runs.state
     configs = [runs.planned[entry.name].trial.config for entry in state.entries_with("waiting")]
     if settings.search == "optuna":

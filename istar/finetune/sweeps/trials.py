@@ -112,8 +112,7 @@ def _format_override_value(value: Any) -> str:
 def list_combinations(space: SearchSpace) -> list[Overrides]:
     """List the overrides of all combinations of a search space's values, the last key fastest, without duplicates.
 
-    Raises:
-        UserError: if a key has a continuous interval instead of a list of values.
+    Raises a `UserError` if a key has a continuous interval instead of a list of values.
     """
     choices_by_key = []
     for override in space.values():

@@ -92,8 +92,7 @@ def measure_validation_geometry(passes: EvaluationPasses, rows: TokenizedRows) -
         of the last token of a decoder, which alone has seen the whole text. In the first layers of a decoder, the
         states of texts that end in the same token are nearly equal, and the dimension describes how such copies differ.
 
-    Raises:
-        NonFiniteError: if hidden states are not finite.
+    Raises a `NonFiniteError` if hidden states are not finite.
     """
     config = passes.module.model.config
     moments = Moments(config.hidden_size, passes.trainer.strategy.root_device)
@@ -150,8 +149,7 @@ def compute_isoscore_star_by_layer(
         layers 1 to L together; and `layers`, the score of each layer by its number as a string (0 is the embedding
         output). Scores are in [0, 1]; None for states that are all equal.
 
-    Raises:
-        NonFiniteError: if hidden states are not finite.
+    Raises a `NonFiniteError` if hidden states are not finite.
     """
 
     def accumulate(rows: TokenizedRows, order: Sequence[int]) -> list[Moments]:
@@ -180,8 +178,7 @@ def compute_isoscore_star_by_layer(
 def unite_layers(layers: Sequence[Moments]) -> Moments:
     """Return the moments of the union of layers 1 to L; `layers` starts with the embedding output, which is left out.
 
-    Raises:
-        UserError: if the layers have different widths.
+    Raises a `UserError` if the layers have different widths.
     """
     union = Moments(layers[0].dim, layers[0].scatter.device)
     for moments in layers[1:]:

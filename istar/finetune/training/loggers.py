@@ -61,8 +61,7 @@ def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config
 def check_further_loggers(config: Config) -> None:
     """Check the loggers of `logger.also` without creating them, because some write files or contact a server.
 
-    Raises:
-        UserError: if the library of a logger is not installed, or the logger does not take an argument.
+    Raises a `UserError` if the library of a logger is not installed, or the logger does not take an argument.
     """
     for name, arguments in config.logger.also.items():
         module = LIGHTNING_LOGGERS[name]

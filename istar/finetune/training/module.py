@@ -59,8 +59,7 @@ class StepGuard:
             micro_batches: logged metrics of the step's micro-batches, with the losses.
             gradient_norm: the global norm; None if a gradient scaler already skips steps that overflow.
 
-        Raises:
-            NonFiniteError: if `skip_nonfinite` is False and a loss or the norm is not finite.
+        Raises a `NonFiniteError` if `skip_nonfinite` is False and a loss or the norm is not finite.
         """
         names = {"task loss": "train/task_loss", "penalty": "train/penalty"}
         named_values = [(name, batch[key]) for batch in micro_batches for name, key in names.items() if key in batch]
@@ -304,10 +303,8 @@ def scale_learning_rate(schedule: str, num_warmup_steps: int, num_steps: int, st
 def count_warmup_steps(warmup: float, num_steps: int) -> int:
     """Return the number of warmup steps in a training of `num_steps` optimizer steps.
 
-    `warmup` is a fraction of the steps if it is at most 1, and a number of steps otherwise.
-
-    Raises:
-        UserError: if the training has fewer steps than the warmup.
+    `warmup` is a fraction of the steps if it is at most 1, and a number of steps otherwise. Raises a `UserError` if the
+    training has fewer steps than the warmup.
     """
     if warmup <= 1:
         return round(warmup * num_steps)

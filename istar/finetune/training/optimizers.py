@@ -48,8 +48,7 @@ class JointOptimizer(Optimizer):
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> Optimizer:
     """Return the optimizer of all trainable parameters of a model.
 
-    Raises:
-        UserError: if `muon` or `coupled_adam` has nothing to train.
+    Raises a `UserError` if `muon` or `coupled_adam` has nothing to train.
     """
     group = partial(make_parameter_groups, weight_decay=optim.weight_decay)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

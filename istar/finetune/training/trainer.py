@@ -53,10 +53,7 @@ def build_trainer(
     """Build the Lightning trainer of a run, without writing any file.
 
     The given callbacks run first, then those that the settings request, then `checkpoints`. Early stopping monitors the
-    metric that selects the best epoch.
-
-    Raises:
-        UserError: if Lightning rejects the settings.
+    metric that selects the best epoch. Raises a `UserError` if Lightning rejects the settings.
     """
     callbacks = list(callbacks)
     if settings.early_stopping is not None:

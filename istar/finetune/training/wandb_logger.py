@@ -120,8 +120,7 @@ def _make_isotropy_charts(result: Mapping[str, Any]) -> dict[str, Any]:
 def start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id: str) -> FailSafeWandbLogger:
     """Start or resume a W&B run, offline if the server cannot be used, and return its logger.
 
-    Raises:
-        UserError: if W&B rejects the settings or the API key.
+    Raises a `UserError` if W&B rejects the settings or the API key.
     """
     # W&B's error reports are sent even by offline runs and delay the end of the process. The viewer query, which W&B
     # sends twice with retries, is not needed: the request that starts the run has the same errors.
