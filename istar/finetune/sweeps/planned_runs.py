@@ -20,6 +20,7 @@ from istar.finetune.execute.precision import choose_precision
 from istar.finetune.sweeps import live_table, trials
 from istar.finetune.sweeps.live_table import SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
+from istar.runs.key import RunKey
 from istar.runs.labels import Inputs, label_inputs, shorten_model_name
 from istar.runs.names import BASE_LABEL, METHOD_NAMES
 from istar.runs.record import RunRecord, read_result
@@ -64,15 +65,6 @@ def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
     return runs
 
 
-@dataclass
-class PlannedRun:
-    """A run of a sweep, which may have ended."""
-
-    trial: Trial
-    entry: SweepEntry  # its entry in the sweep's state
-    record: RunRecord | None = None  # if the run was finished when it was added
-
-
 class SweepRuns:
     """The runs of a sweep by name."""
 
@@ -85,7 +77,7 @@ class SweepRuns:
         self.folder = request.root / live_table.SWEEPS_FOLDER / f"{settings.name}-{sweep_hash}"
         self.output = Output(self.folder, "sweep", "", "choose another sweep.name")
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
-        self.planned: dict[str, PlannedRun] = {}
+        self.planned: dict[str, Trial] = {}
         # Name of the first grid that contains a run of a configuration, by `SweepEntry.configuration`.
         self.grid_by_configuration: dict[str, str] = {}
         self.key_maker = KeyMaker()
@@ -105,8 +97,8 @@ class SweepRuns:
                 combinations.add(overrides)
                 grid_by_overrides.setdefault(self.leave_out_keys_without_effect(overrides), grid)
         self.add_runs(list(grid_by_overrides))
-        for run in self.planned.values():
-            self.assign_grid(run.entry, grid_by_overrides[run.trial.overrides])
+        for entry in self.state.entries:
+            self.assign_grid(entry, grid_by_overrides[tuple(entry.overrides)])
         parts = [f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items()]
         arguments = self.request.arguments
         given_keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
@@ -160,17 +152,17 @@ class SweepRuns:
             self._plan_run(overrides)
         self._label_inputs()
 
-    def add_run(self, overrides: Overrides) -> PlannedRun:
+    def add_run(self, overrides: Overrides) -> Trial:
         """Add the run with the given overrides and return it; a known run is not added twice.
 
         If the run is finished, its result is taken over. If its data cannot be loaded, it is added as failed. Raises a
         `UserError` if the overrides do not compose.
         """
-        run = self._plan_run(overrides)
+        trial = self._plan_run(overrides)
         self._label_inputs()
-        return run
+        return trial
 
-    def _plan_run(self, overrides: Overrides) -> PlannedRun:
+    def _plan_run(self, overrides: Overrides) -> Trial:
         overrides = self.leave_out_keys_without_effect(overrides)
         config = self.compose_config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
@@ -186,23 +178,22 @@ class SweepRuns:
             error_message = str(error)
             name = f"not-started-{len(self.planned) + 1}" if key is None else name_run(config, key)
         if name not in self.planned:
-            trial = Trial(overrides, config, name, key)
-            self.planned[name] = PlannedRun(trial, make_entry(trial))
+            self.planned[name] = Trial(config, make_entry(name, overrides, config, key), key)
             self.state.entries.append(self.planned[name].entry)
-        run = self.planned[name]
+        trial = self.planned[name]
         if record is not None:
-            run.entry.apply_record(record)
-            run.record = record
+            trial.entry.apply_record(record)
+            trial.record = record
         if error_message is not None:
-            run.entry.status, run.entry.error = "failed", error_message
-        return run
+            trial.entry.status, trial.entry.error = "failed", error_message
+        return trial
 
     def _label_inputs(self) -> None:
         """Label task and model of all runs, which depend on those of the others."""
-        inputs_by_name = {name: _get_inputs(run.trial) for name, run in self.planned.items()}
-        labels = label_inputs(inputs_by_name.values())
-        for name, inputs in inputs_by_name.items():
-            self.planned[name].entry.task, self.planned[name].entry.model = labels[inputs]
+        trials_with_inputs = [(trial, _get_inputs(trial)) for trial in self.planned.values()]
+        labels = label_inputs(inputs for _, inputs in trials_with_inputs)
+        for trial, inputs in trials_with_inputs:
+            trial.entry.task, trial.entry.model = labels[inputs]
 
     def run_name(self, overrides: Overrides) -> str:
         """Return the name of the run with these overrides, or the overrides if its data cannot be loaded."""
@@ -270,19 +261,14 @@ class SweepRuns:
         return self.planned[entry.name].record or read_result(self.request.root / entry.name)
 
 
-def make_entry(trial: Trial) -> SweepEntry:
-    """Create the entry of a trial that has not started yet."""
-    key, method = trial.key, METHOD_NAMES.get(trial.config.reg.name, BASE_LABEL)
-    return SweepEntry(
-        trial.name,
-        list(trial.overrides),
-        task=trial.config.task.name,
-        model=shorten_model_name(trial.config.model.name),
-        method=method if key is None else key.label,
-        seed=trial.config.seed,
-        method_name=method if key is None else key.method_name,
-        configuration=trial.name if key is None else key.configuration,
+def make_entry(name: str, overrides: Overrides, config: Config, key: RunKey | None) -> SweepEntry:
+    """Create the entry of a run that has not started yet; the key is None if it is unknown."""
+    task, model = config.task.name, shorten_model_name(config.model.name)
+    method = METHOD_NAMES.get(config.reg.name, BASE_LABEL)
+    label, method_name, configuration = (
+        (method, method, name) if key is None else (key.label, key.method_name, key.configuration)
     )
+    return SweepEntry(name, list(overrides), task, model, label, config.seed, method_name, configuration)
 
 
 def _get_inputs(trial: Trial) -> Inputs:

@@ -15,7 +15,9 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from istar.errors import UserError
 from istar.finetune.config import Config
 from istar.finetune.config.schema import OPTIONS_BY_GROUP
+from istar.finetune.sweeps.live_table import SweepEntry
 from istar.runs.key import RunKey
+from istar.runs.record import RunRecord
 
 _IGNORED_KEY_PREFIXES = ("run.", "logger")  # prefixes of keys that do not change the results of a run
 
@@ -25,15 +27,20 @@ Overrides = tuple[str, ...]
 SearchSpace = dict[str, Override]  # the search space of one grid: an override for each key, with one value or several
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """One run of a sweep: its overrides, its config and its name."""
+    """One run of a sweep, which may have ended."""
 
-    overrides: Overrides  # the overrides of the run, as on the command line
-    config: Config  # the config that the overrides compose
-    name: str  # the name of the run's folder
+    config: Config  # the config that its overrides compose
+    entry: SweepEntry  # its entry in the sweep's state, with its name and its overrides
     key: RunKey | None = None  # None if its data cannot be loaded
+    record: RunRecord | None = None  # if the run was finished when it was added
     optuna_trial: str | None = None  # address of the trial in an Optuna search, see `Study.trial_address`
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return self.entry.name
 
 
 def make_search_spaces(

@@ -11,6 +11,7 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import Config, SweepConfig, TrainerConfig
 from istar.finetune.processes import forking, launch
 from istar.finetune.sweeps import pool
+from istar.finetune.sweeps.planned_runs import make_entry
 from istar.finetune.sweeps.pool import make_slot_environment, run_trials
 from istar.finetune.sweeps.trials import Trial
 from istar.runs.record import RunRecord
@@ -53,7 +54,7 @@ class Run:
 
 class Source:
     def __init__(self, config: Config, *names: str) -> None:
-        self.waiting = [Trial((), config, name) for name in names]
+        self.waiting = [Trial(config, make_entry(name, (), config, None)) for name in names]
         self.elsewhere: list[Trial] = []
         self.running: list[str] = []
         self.outcome_by_run: dict[str, str] = {}
