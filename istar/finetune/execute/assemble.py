@@ -12,20 +12,15 @@ from istar.finetune.config import Config
 from istar.finetune.execute.build_model import build_model
 from istar.finetune.execute.identify import RunIdentity
 from istar.finetune.execute.prepare import PreparedData, PreparedRun, make_collator
-from istar.finetune.training import (
-    FineTuner,
-    FineTuningData,
-    History,
-    ShrinkageCovariance,
-    ValidationGeometry,
-)
 from istar.finetune.training.checkpoints import Checkpoints
-from istar.finetune.training.data import count_examples_per_process
-from istar.finetune.training.history import MetricsFile
+from istar.finetune.training.data import FineTuningData, count_examples_per_process
+from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
-from istar.finetune.training.layer_geometry import GeometryProbe
+from istar.finetune.training.layer_geometry import GeometryProbe, ValidationGeometry
+from istar.finetune.training.module import FineTuner
 from istar.finetune.training.progress import RunProgress
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.signals import StopSignal
 from istar.finetune.training.trainer import (
     build_trainer,

@@ -15,7 +15,6 @@ from istar.finetune.execute.provenance import describe_code, describe_hardware, 
 from istar.finetune.execute.run_summary import build_geometry_plot, build_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
-from istar.finetune.training import merge_outputs
 from istar.finetune.training.checkpoints import remove_old_checkpoints
 from istar.finetune.training.final_geometry import (
     EvaluationPasses,
@@ -23,7 +22,7 @@ from istar.finetune.training.final_geometry import (
     measure_validation_geometry,
 )
 from istar.finetune.training.loggers import log_result
-from istar.finetune.training.module import all_gather_object
+from istar.finetune.training.module import all_gather_object, merge_outputs
 from istar.finetune.training.sharded_training import gather_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.models import pretrained

@@ -26,7 +26,8 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import TrainerConfig, schema
 from istar.finetune.execute.run import run
 from istar.finetune.processes import child, launch, process_count, ranks
-from istar.finetune.training import FineTuner, FineTuningData
+from istar.finetune.training.data import FineTuningData
+from istar.finetune.training.module import FineTuner
 from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.signals import preserve_signal_handlers
 from istar.runs.record import RESULT, read_result

@@ -1,7 +1,6 @@
 """Running several trials at a time. The runs are stand-ins that start no process; test_sweep.py has real ones."""
 
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -171,7 +170,8 @@ class SourceWithRunsElsewhere(Source):
         self.num_ticks += 1
         if self.num_ticks > 3 and self.elsewhere:
             trial = self.elsewhere.pop()
-            self.waiting.append(replace(trial, name=trial.name.removeprefix("locked-")))
+            trial.entry.name = trial.name.removeprefix("locked-")
+            self.waiting.append(trial)
 
 
 def test_what_another_process_executes_is_waited_for(composed: Any, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from istar.finetune.tasks.language_modelling import (
     Masking,
     cut_into_blocks,
 )
-from istar.finetune.training import FineTuningData
+from istar.finetune.training.data import FineTuningData
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.hidden_states import attach
 from istar.models import tiny

@@ -25,7 +25,8 @@ from istar.errors import UserError
 from istar.finetune.config import AdamWConfig, Config
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.loading import load_splits, sample_examples
-from istar.finetune.training import FineTuner, ValidationGeometry
+from istar.finetune.training.layer_geometry import ValidationGeometry
+from istar.finetune.training.module import FineTuner
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.measures import isoscore
 from istar.models import tiny

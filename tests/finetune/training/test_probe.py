@@ -15,8 +15,8 @@ from istar.finetune.config import Config
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.tasks.loading import load_splits, sample_examples
-from istar.finetune.training import FineTuner
 from istar.finetune.training.layer_geometry import GeometryProbe
+from istar.finetune.training.module import FineTuner
 from istar.runs.tasks import TASKS
 from tests.finetune.training.conftest import compute_measures_naively
 from tests.jobs import Start
