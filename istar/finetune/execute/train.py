@@ -14,7 +14,7 @@ from istar.files.outputs import run_output
 from istar.files.writing import remove_temporary_files
 from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.assemble import CHECKPOINTS_FOLDER, Job
-from istar.finetune.execute.finished_runs import read_finished_run
+from istar.finetune.execute.identify import read_finished_run
 from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
 from istar.finetune.training.sharded_training import ShardingStrategy, scatter_weights
 from istar.hidden_states.sharding import is_sharded_module

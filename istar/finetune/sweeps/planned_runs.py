@@ -14,8 +14,7 @@ from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.finetune.config import Config, SweepConfig, WandbConfig, schema
 from istar.finetune.execute import extras
-from istar.finetune.execute.finished_runs import read_finished_run
-from istar.finetune.execute.identify import KeyMaker, name_run
+from istar.finetune.execute.identify import KeyMaker, name_run, read_finished_run
 from istar.finetune.execute.precision import choose_precision
 from istar.finetune.sweeps import live_table, trials
 from istar.finetune.sweeps.live_table import SweepEntry, SweepState

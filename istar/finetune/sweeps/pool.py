@@ -13,8 +13,8 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import SweepConfig, TrainerConfig
 from istar.finetune.processes.forking import ForkedProcess, is_supported
 from istar.finetune.processes.launch import RunProcesses, Spawn, spawn
-from istar.finetune.processes.process_count import processes_to_start
 from istar.finetune.processes.process_signals import blocked_signals, forward_signals
+from istar.finetune.processes.ranks import processes_to_start
 from istar.finetune.sweeps.trials import Trial
 from istar.runs.record import RunRecord
 

@@ -15,7 +15,7 @@ from istar.drawing.pictures import render_files
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import is_locked, lock_folder
 from istar.finetune.config import WandbConfig
-from istar.finetune.execute.finished_runs import read_finished_run
+from istar.finetune.execute.identify import read_finished_run
 from istar.finetune.sweeps import comparison, pool
 from istar.finetune.sweeps.comparison import ConfigurationsByTask
 from istar.finetune.sweeps.live_table import Board, SweepEntry

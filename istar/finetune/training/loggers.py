@@ -17,7 +17,7 @@ from istar.errors import UserError, shorten
 from istar.finetune.config import Config, TensorBoardConfig, WandbConfig
 from istar.finetune.config.output_config import LIGHTNING_LOGGERS
 from istar.finetune.config.schema import to_dict
-from istar.finetune.config.trainer_arguments import check_argument_types
+from istar.finetune.config.trainer_config import check_argument_types
 from istar.finetune.training.history import MetricsFile
 from istar.runs.names import isotropy_key
 

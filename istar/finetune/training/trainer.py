@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from istar.errors import UserError, shorten
 from istar.finetune.config import TrainerConfig
-from istar.finetune.config.trainer_arguments import check_argument_types
+from istar.finetune.config.trainer_config import check_argument_types
 from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.runs.names import is_lower_better
