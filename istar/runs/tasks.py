@@ -170,10 +170,7 @@ _SPECS = (
         submit_labels=True,
     ),
     _make_glue_spec(
-        "wnli",
-        "WNLI",
-        {"sentence1": "sentence1", "sentence2": "sentence2"},
-        labels=("not_entailment", "entailment"),
+        "wnli", "WNLI", {"sentence1": "sentence1", "sentence2": "sentence2"}, labels=("not_entailment", "entailment")
     ),
     TaskSpec(
         name="sst5",

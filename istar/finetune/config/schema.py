@@ -197,10 +197,7 @@ def _list_known_keys() -> list[str]:
         ("sweep", SweepConfig),
         *((group, option) for group, options in OPTIONS_BY_GROUP.items() for option in options.values()),
     ]
-    return [
-        "seed",
-        *(key for group, config_class in classes_by_group for key in _list_cli_keys(group, config_class)),
-    ]
+    return ["seed", *(key for group, config_class in classes_by_group for key in _list_cli_keys(group, config_class))]
 
 
 def _list_cli_keys(group: str, config_class: Any) -> list[str]:

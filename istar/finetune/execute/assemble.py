@@ -121,9 +121,7 @@ def _make_tracks(prepared: PreparedRun, module: FineTuner, data_module: FineTuni
     stop_signal, metrics_file = StopSignal(), MetricsFile(folder / METRICS_FILE)
     progress = RunProgress(folder, settings.progress_bar)
     geometry = ValidationGeometry(
-        is_monitored=settings.monitor_isotropy,
-        stop_at=settings.stop_at_inter_sim,
-        patience=settings.inter_sim_patience,
+        is_monitored=settings.monitor_isotropy, stop_at=settings.stop_at_inter_sim, patience=settings.inter_sim_patience
     )
     history = History(prepared.identity.spec.selection_metric, geometry, writes_checkpoints(settings))
     checkpoints = covariance = None

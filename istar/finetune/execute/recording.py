@@ -26,13 +26,7 @@ from istar.finetune.training.module import all_gather_object, merge_outputs
 from istar.finetune.training.sharded_training import gather_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.models import pretrained
-from istar.runs.record import (
-    GEOMETRY,
-    RunRecord,
-    read_start_time,
-    write_predictions,
-    write_result,
-)
+from istar.runs.record import GEOMETRY, RunRecord, read_start_time, write_predictions, write_result
 
 ISOTROPY_PICTURE = "isotropy.png"
 GEOMETRY_PICTURE = "geometry_over_steps.png"
@@ -160,9 +154,7 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         job.identity.config.data.eval_batch_size,
         max(job.prepared.tokenizer.get_vocab().values()) + 1,
     )
-    data: dict[str, Any] = {
-        "validation": {name: len(rows) for name, rows in examples_by_set.items()},
-    }
+    data: dict[str, Any] = {"validation": {name: len(rows) for name, rows in examples_by_set.items()}}
     if examples.stream is None:
         data["train"] = len(train_examples)
         data["overlap"] = {name: count_overlap(spec, train_examples, rows) for name, rows in examples_by_set.items()}

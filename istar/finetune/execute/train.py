@@ -47,9 +47,7 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         checkpoint = None
         if job.tracks.checkpoints is not None:
             checkpoint = find_resumable_checkpoint(
-                folder / CHECKPOINTS_FOLDER,
-                folder.name,
-                is_sharded=isinstance(job.trainer.strategy, ShardingStrategy),
+                folder / CHECKPOINTS_FOLDER, folder.name, is_sharded=isinstance(job.trainer.strategy, ShardingStrategy)
             )
         if checkpoint is not None:
             log.warning("%s was interrupted; it resumes from %s", folder, checkpoint.name)

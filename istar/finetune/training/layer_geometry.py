@@ -12,13 +12,7 @@ import torch
 from istar.errors import UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
-from istar.finetune.training.final_geometry import (
-    EvaluationPasses,
-    add_layers,
-    call_or_none,
-    list_layers,
-    unite_layers,
-)
+from istar.finetune.training.final_geometry import EvaluationPasses, add_layers, call_or_none, list_layers, unite_layers
 from istar.finetune.training.module import FineTuner, log_immediately, naming_step
 from istar.hidden_states.model_layers import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module

@@ -151,10 +151,7 @@ class FineTuner(L.LightningModule):
         return loss
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradient by norm or by value. If it is not finite, drop it, or raise a `NonFiniteError`."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
