@@ -53,16 +53,12 @@ class Tracks:
 class Job:
     """A run that is ready to train."""
 
+    identity: RunIdentity
     prepared: PreparedRun
     module: FineTuner
     data_module: FineTuningData
     tracks: Tracks
     trainer: L.Trainer
-
-    @property
-    def identity(self) -> RunIdentity:
-        """The settings of the run, and its folder."""
-        return self.prepared.identity
 
 
 def assemble(prepared: PreparedRun, trial: str | None) -> Job:
@@ -90,7 +86,10 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     _check_batch_size(prepared, module.penalty, trainer.world_size)
     if data.stream is None:
         check_validation_interval(config.trainer, _count_batches_per_epoch(config, len(data.train), trainer.world_size))
-    return Job(prepared, module, data_module, tracks, trainer)
+    return Job(
+        identity=prepared.identity, prepared=prepared, module=module, data_module=data_module, tracks=tracks,
+        trainer=trainer,
+    )  # fmt: skip
 
 
 def _make_module(prepared: PreparedRun, model: PreTrainedModel) -> FineTuner:
@@ -120,34 +119,21 @@ def _make_tracks(prepared: PreparedRun, module: FineTuner, data_module: FineTuni
     settings, folder = prepared.identity.config.trainer, prepared.identity.folder
     stop_signal, metrics_file = StopSignal(), MetricsFile(folder / METRICS_FILE)
     progress = RunProgress(folder, settings.progress_bar)
-    geometry = ValidationGeometry(
-        is_monitored=settings.monitor_isotropy, stop_at=settings.stop_at_inter_sim, patience=settings.inter_sim_patience
-    )
+    geometry = ValidationGeometry(settings.monitor_isotropy, settings.stop_at_inter_sim, settings.inter_sim_patience)
     history = History(prepared.identity.spec.selection_metric, geometry, writes_checkpoints(settings))
     checkpoints = covariance = None
     if writes_checkpoints(settings):
-        checkpoints = Checkpoints(
-            folder / CHECKPOINTS_FOLDER,
-            folder.name,
-            history,
-            metrics_file,
-            stop_signal,
-            settings.checkpoint_every_n_steps,
-            settings.checkpoint_every_n_minutes,
-        )
+        distance = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
+        checkpoint_folder = folder / CHECKPOINTS_FOLDER
+        checkpoints = Checkpoints(checkpoint_folder, folder.name, history, metrics_file, stop_signal, *distance)
     penalty = module.penalty
     if penalty is not None and penalty.penalty.needs_shrinkage_covariance and penalty.penalty.weight != 0:
         data_arguments = data_module.train, data_module.collate, data_module.config.eval_batch_size
         covariance = ShrinkageCovariance(penalty, *data_arguments, data_module.seed, progress, stop_signal)
     return Tracks(
-        stop_signal=stop_signal,
-        progress=progress,
-        metrics_file=metrics_file,
-        geometry=geometry,
-        history=history,
-        checkpoints=checkpoints,
-        covariance=covariance,
-    )
+        stop_signal=stop_signal, progress=progress, metrics_file=metrics_file, geometry=geometry, history=history,
+        checkpoints=checkpoints, covariance=covariance,
+    )  # fmt: skip
 
 
 def _list_callbacks(

@@ -70,10 +70,7 @@ class PreparedData:
     def compute_baseline(
         self, spec: TaskSpec, collate: Collate, batch_size: int, vocabulary_size: int
     ) -> dict[str, float]:
-        """Compute the metrics of a prediction that ignores the input, on the first validation set.
-
-        The result is empty for a stream, because its tokens are not counted.
-        """
+        """Compute the metrics of a prediction that ignores the input, on the first validation set; {} for a stream."""
         if self.stream is not None:
             return {}
         if self.corpus is None:
@@ -96,7 +93,7 @@ class PreparedRun:
 
 
 def prepare(identity: RunIdentity) -> PreparedRun:
-    """Load the tokenizer and the config of the model, and tokenize the data; write only into the cache.
+    """Load the tokenizer and the config of the model, and tokenize the data or read them from the cache.
 
     Raises a `UserError` if tokenizer, model, penalty and data do not fit together.
     """
@@ -104,21 +101,9 @@ def prepare(identity: RunIdentity) -> PreparedRun:
     tokenizer = load_or_train_tokenizer(identity)
     model_config = build_config(config.model, spec, tokenizer)
     config.reg.check_layers(model_config.num_hidden_layers)
-    data = prepare_data(spec, config, identity.examples, tokenizer, model_config)
-    return PreparedRun(identity, tokenizer, model_config, data)
-
-
-def prepare_data(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
-) -> PreparedData:
-    """Tokenize all splits of a task, or read them from the cache of tokenized data.
-
-    Raises a `UserError` if the data do not fit the task or the model.
-    """
     max_length = limit_max_length(tokenizer, model_config, config.task.max_length, spec.max_length)
-    if spec.is_language_modelling:
-        return _prepare_documents(spec, config, examples, tokenizer, max_length)
-    return _prepare_labelled(spec, config, examples, tokenizer, max_length)
+    prepare_data = _prepare_documents if spec.is_language_modelling else _prepare_labelled
+    return PreparedRun(identity, tokenizer, model_config, prepare_data(identity, tokenizer, max_length))
 
 
 def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
@@ -127,12 +112,11 @@ def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
     Of a stream, it is trained on a sample of documents with 100 million characters. Raises what `build_tokenizer`
     raises.
     """
-    config = identity.config
-    examples = identity.examples
+    config, examples = identity.config, identity.examples
     if not config.model.trains_tokenizer:
         return build_tokenizer(config.model)
-    data_and_model = [repr(config.model), identity.key.model, identity.key.data]
-    key_parts = [*data_and_model, tokenizers.__version__, transformers.__version__]
+    versions = [tokenizers.__version__, transformers.__version__]
+    key_parts = [repr(config.model), identity.key.model, identity.key.data, *versions]
     cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
     folder = cache_folder(config.data.cache_dir) / "tokenizers" / cache_key
     if not folder.exists():
@@ -172,10 +156,7 @@ def make_collator(
 def _make_isolation_function(
     spec: TaskSpec, config: Config, model: PreTrainedModel
 ) -> Callable[[Tensor], dict[str, Tensor]] | None:
-    """Return a function that computes the model inputs that keep the documents of a packed block apart.
-
-    Returns None if documents are not packed, or, with a warning, if the model lacks such inputs.
-    """
+    """Return the function that makes the model inputs that keep packed documents apart; None if it is not possible."""
     if not config.task.packing:
         return None
     isolation_inputs = attention.isolation(model)
@@ -193,9 +174,8 @@ def _is_causal(spec: TaskSpec) -> bool:
     return spec.kind == "causal_lm"
 
 
-def _prepare_documents(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> PreparedData:
+def _prepare_documents(identity: RunIdentity, tokenizer: PreTrainedTokenizerBase, max_length: int) -> PreparedData:
+    spec, config, examples = identity.spec, identity.config, identity.examples
     cache_dir = cache_folder(config.data.cache_dir)
     masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
     document_sets = examples.validation if examples.stream is not None else (examples.train, *examples.validation)
@@ -209,16 +189,10 @@ def _prepare_documents(
     else:
         prefix, suffix = find_block_tokens(spec, tokenizer)
         stream = StreamedBlocks(
-            documents=examples.stream,
-            tokenizer=tokenizer,
-            prefix=prefix,
-            suffix=suffix,
-            length=max_length,
-            packing=config.task.packing,
-            masking=masking,
-            seed=config.seed,
+            documents=examples.stream, tokenizer=tokenizer, prefix=prefix, suffix=suffix, length=max_length,
+            packing=config.task.packing, masking=masking, seed=config.seed,
             window_blocks=math.ceil(config.task.shuffle_blocks / config.data.batch_size) * config.data.batch_size,
-        )
+        )  # fmt: skip
         train, validation = stream.sample_rows(), all_rows
     validation = [rows.take_first(_count_evaluated_rows(config, len(rows))) for rows in validation]
     evaluators = {
@@ -229,18 +203,14 @@ def _prepare_documents(
     return PreparedData(examples, train, list(validation), [], evaluators, corpus=corpus, stream=stream)
 
 
-def _prepare_labelled(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> PreparedData:
-    tokenize = partial(
-        featurize,
-        spec,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        doc_stride=config.task.doc_stride,
-        cache_dir=cache_folder(config.data.cache_dir),
-    )
-    train = tokenize(examples.train, training=True)
+def _prepare_labelled(identity: RunIdentity, tokenizer: PreTrainedTokenizerBase, max_length: int) -> PreparedData:
+    spec, config, examples = identity.spec, identity.config, identity.examples
+
+    def tokenize(dataset: Dataset, *, training: bool) -> Dataset:
+        stride, cache_dir = config.task.doc_stride, cache_folder(config.data.cache_dir)
+        return featurize(
+            spec, dataset, tokenizer, max_length, training=training, doc_stride=stride, cache_dir=cache_dir
+        )
 
     def tokenize_evaluation_set(dataset: Dataset, is_cut: bool) -> tuple[Dataset, Dataset]:
         features = tokenize(dataset, training=False)
@@ -258,7 +228,7 @@ def _prepare_labelled(
     }
     return PreparedData(
         examples,
-        FeatureRows(train),
+        FeatureRows(tokenize(examples.train, training=True)),
         [FeatureRows(features) for _, features in validation],
         [FeatureRows(features) for _, features in test],
         evaluators,
@@ -267,15 +237,11 @@ def _prepare_labelled(
 
 
 def _count_evaluated_rows(config: Config, num_rows: int) -> int:
-    """Return how many rows of an evaluation set to use under `fast_dev_run` and `limit_val_batches`.
-
-    The set is cut beforehand because Lightning would skip batches, but metrics need predictions for complete sets.
-    """
+    # Sets are cut beforehand: Lightning would skip batches, but metrics need predictions for complete sets.
     batch_limit = 1 if config.trainer.fast_dev_run else config.trainer.limit_val_batches
-    max_rows = (
-        batch_limit * config.data.eval_batch_size if type(batch_limit) is int else max(1, int(batch_limit * num_rows))
-    )
-    return min(num_rows, max_rows)
+    if type(batch_limit) is int:
+        return min(num_rows, batch_limit * config.data.eval_batch_size)
+    return min(num_rows, max(1, int(batch_limit * num_rows)))
 
 
 def _take_first_features(examples: Dataset, features: Dataset, max_features: int) -> tuple[Dataset, Dataset]:
