@@ -22,7 +22,6 @@ class Split:
 
     @property
     def is_shipped_separately(self) -> bool:
-        """Whether the benchmark ships this set separately from the others."""
         return bool(self.stems)
 
 
@@ -59,7 +58,6 @@ class TaskSpec:
 
     @property
     def splits(self) -> list[str]:
-        """Names of all splits: training, validation and test."""
         return [self.train, *(split.name for split in (*self.validation, *self.test))]
 
     @property
@@ -230,7 +228,6 @@ _SPECS = (
 
 
 def _make_language_modelling_specs(name: str, kind: Kind, metrics: tuple[str, ...]) -> list[TaskSpec]:
-    """Return the specifications of a task on any text (by default generated), WikiText-2 and WikiText-103."""
     task = TaskSpec(
         name, text_columns=("text",), kind=kind, metrics=metrics, headline="perplexity", files="text", max_length=128
     )

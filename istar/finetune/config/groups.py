@@ -63,7 +63,6 @@ class Config:
         return self.data.batch_size * (self.trainer.num_processes if self.is_exact_in_parallel else 1)
 
     def _check_stream(self) -> None:
-        """Raise a `UserError` if a setting needs the length of the training data, which a stream does not have."""
         if self.trainer.max_steps is None:
             raise UserError("task.stream=true needs trainer.max_steps, because a stream has no length")
         interval, train_limit = self.trainer.val_check_interval, self.trainer.limit_train_batches

@@ -76,7 +76,6 @@ class WeightDecayConfig(RegConfig):
         check_range("reg.lambda", self.weight, minimum=0, is_exclusive=True)
 
     def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the placebo, which replaces the default."""
         return self.weight
 
 
@@ -93,7 +92,6 @@ class DropoutConfig(RegConfig):
             raise UserError(f"reg.lambda={self.weight:g}; with reg=dropout, expected a probability between 0 and 1")
 
     def attach(self, model: Any, special_ids: Sequence[int], seed: int, precision: str) -> None:
-        """Set the dropout probability of the model; see `RegConfig.attach`."""
         set_dropout(model, self.weight)
 
 
@@ -150,7 +148,6 @@ class PenaltyConfig(RegConfig):
 
     @property
     def is_on_hidden_states(self) -> bool:
-        """Whether the penalty is on hidden states rather than on an embedding matrix."""
         return self.target == HIDDEN_STATES
 
     @property
@@ -168,21 +165,17 @@ class PenaltyConfig(RegConfig):
 
     @property
     def set_point(self) -> SetPoint | None:
-        """The target of the score, or None."""
         return None if self.target_score is None else SetPoint(self.target_score, self.side, self.target_batches)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the penalty, by name."""
         return self._select_options(self.kind) | {"weight": self.effective_weight}
 
     def _select_options(self, target: type[Any]) -> dict[str, Any]:
-        """Return the values that have the names of a dataclass's options."""
         names = [option.name for option in fields(target) if option.init and hasattr(self, option.name)]
         return {name: getattr(self, name) for name in names}
 
     def make(self) -> Penalty:
-        """Build the penalty, or raise an `OptionError` for an option that it refuses."""
         return self.kind(**self.options)
 
     def make_settings(self, special_ids: Sequence[int], seed: int) -> PenaltySettings:

@@ -201,7 +201,6 @@ def _list_known_keys() -> list[str]:
 
 
 def _list_cli_keys(group: str, config_class: Any) -> list[str]:
-    """Return the keys of a config dataclass on the command line, such as `optim.lr`."""
     return [f"{group}.{key}" for key in _list_fields(config_class)[0]]
 
 

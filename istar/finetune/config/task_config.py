@@ -109,5 +109,4 @@ def find_task_spec(config: TaskConfig) -> TaskSpec:
 
 
 def _find_special_max_length(config: TaskConfig) -> int | None:
-    """Return `max_length`, or None if it is the task's default."""
     return None if config.max_length == find_task_spec(config).max_length else config.max_length

@@ -128,7 +128,6 @@ class TrainerConfig:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices per node."""
         if type(self.devices) is int and self.devices > 0:
             return self.devices
         # `auto`, -1 or a list depend on the hardware.
@@ -138,7 +137,6 @@ class TrainerConfig:
 
     @property
     def num_processes(self) -> int:
-        """Number of processes on all nodes."""
         return self.num_devices * self.num_nodes
 
     def _check_end(self) -> None:

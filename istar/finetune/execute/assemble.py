@@ -93,7 +93,6 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
 
 
 def _make_module(prepared: PreparedRun, model: PreTrainedModel) -> FineTuner:
-    """Attach the penalty to a model, and return the module that trains both."""
     config, spec, data = prepared.identity.config, prepared.identity.spec, prepared.data
     penalty = config.reg.attach(model, special_ids(prepared.tokenizer), config.seed, config.trainer.precision)
     options: dict[str, Any] = {
@@ -139,7 +138,6 @@ def _make_tracks(prepared: PreparedRun, module: FineTuner, data_module: FineTuni
 def _list_callbacks(
     prepared: PreparedRun, tracks: Tracks, data_module: FineTuningData, trial: str | None
 ) -> list[L.Callback]:
-    """Return the callbacks of the trainer in their order, without the checkpoints."""
     settings, folder = prepared.identity.config.trainer, prepared.identity.folder
     callbacks: list[L.Callback] = [tracks.stop_signal, tracks.geometry, tracks.history, tracks.progress]
     if trial is not None:
@@ -158,7 +156,6 @@ def _list_callbacks(
 
 
 def _check_num_processes(trainer: L.Trainer, config: Config, data: PreparedData) -> None:
-    """Raise a `UserError` if too few processes are running, or more than an evaluation set has examples."""
     if count_processes_to_start(trainer) > 1:
         # Lightning would start the missing processes by executing the current script again.
         raise UserError(
@@ -172,7 +169,6 @@ def _check_num_processes(trainer: L.Trainer, config: Config, data: PreparedData)
 
 
 def _check_batch_size(prepared: PreparedRun, penalty: AttachedPenalty | None, world_size: int) -> None:
-    """Raise a `UserError` if the largest micro-batch has too few sequences for a score of the penalty."""
     # A row of a language model's batch may contain several documents.
     if penalty is not None and not prepared.identity.spec.is_language_modelling:
         # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
@@ -182,7 +178,6 @@ def _check_batch_size(prepared: PreparedRun, penalty: AttachedPenalty | None, wo
 
 
 def _count_batches_per_epoch(config: Config, num_examples: int, world_size: int) -> int:
-    """Return the number of training batches of an epoch, or raise a `UserError` if there are none."""
     num_batches = math.ceil(count_examples_per_process(num_examples, world_size) / config.data.batch_size)
     batch_limit = config.trainer.limit_train_batches
     if type(batch_limit) is int:

@@ -121,7 +121,6 @@ def _set_tokenizer_values(config: ModelConfig, model_config: Any, tokenizer: Pre
 def _check_language_modelling(
     config: ModelConfig, spec: TaskSpec, model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise a `UserError` unless the model and tokenizer can do the task's language modelling."""
     if spec.kind == "causal_lm" and not is_decoder(model_config):
         raise UserError(
             f"task={spec.name} needs a decoder, such as model=gpt2 or small_decoder, but {config.label} is an encoder "

@@ -241,7 +241,6 @@ def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
 
 
 def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
-    """Describe the first requested output that a finished run lacks, and the setting to accept this; empty if none."""
     if record.is_smoke and not config.is_smoke:
         return "is a smoke run, which is never counted"
     outputs = {
@@ -263,7 +262,6 @@ def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> st
 
 
 def _describe_missing_models(folder: Path, record: RunRecord, config: Config) -> str:
-    """Describe the first model of the schedule `trainer.keep_models` that a finished run lacks; empty if none."""
     if config.trainer.keep_models is None:
         return ""
     # Imported here because the import takes seconds.
@@ -279,7 +277,6 @@ def _describe_missing_models(folder: Path, record: RunRecord, config: Config) ->
 
 
 def _describe_missing_measurements(previous_settings: Mapping[str, Any], settings: TrainerConfig) -> str:
-    """Describe the measurements that `settings` request and a run with `previous_settings` lacks; empty if none."""
     interval, previous_interval = settings.measure_every_n_steps, previous_settings.get("measure_every_n_steps")
     num_examples = previous_settings.get("measure_examples")
     if interval is None:

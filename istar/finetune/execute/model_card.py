@@ -108,7 +108,6 @@ def make_model_card(record: RunRecord, spec: TaskSpec, citation: str) -> str:
 
 
 def _list_settings(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of the penalty's settings, of the hyperparameters and of the libraries' versions."""
     for name, value in record.config["reg"].items():
         if value is not None:
             yield f"`reg.{name}`", str(value)

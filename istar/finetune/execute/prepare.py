@@ -136,7 +136,6 @@ def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
 
 
 def _take_characters(texts: Iterable[str], num_characters: int) -> Iterator[str]:
-    """Yield the first texts with at least this number of characters in total."""
     for text in texts:
         yield text
         num_characters -= len(text)

@@ -75,7 +75,6 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
 
 
 def _save_outputs(job: Job, record: RunRecord) -> None:
-    """Write the predictions of the best epoch and, if requested, the submission, the geometry and the model."""
     config = job.identity.config
     if config.task.submission:
         _predict_and_write_submission(job)
@@ -139,7 +138,6 @@ def _predict_and_write_submission(job: Job) -> None:
 
 
 def _make_result_fields(job: Job) -> dict[str, Any]:
-    """Return the fields of `RunRecord` that are known only after training, by name."""
     spec, history, examples = job.identity.spec, job.tracks.history, job.prepared.data.examples
     best_entry = history.epochs[history.best_epoch - 1]
     metrics = best_entry["metrics"]

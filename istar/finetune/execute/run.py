@@ -68,7 +68,6 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
 
 
 def _push(identity: RunIdentity, console: Console | None) -> None:
-    """Upload the model of a finished run, if its config says so, on rank 0."""
     name = identity.config.run.push_to_hub
     if name is None or find_rank(os.environ):
         return

@@ -57,7 +57,6 @@ def build_run_table(record: RunRecord) -> Table:
 
 
 def _build_run_caption(record: RunRecord) -> str:
-    """Return the text below the table of a run: its baseline, the choice of the epoch, collapsed sets and tokens."""
     metric = record.headline["metric"]
     lines = []
     if metric in record.baseline:

@@ -80,7 +80,6 @@ def _replace_environment(environment: Mapping[str, str]) -> None:
 
 
 def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
-    """Execute a run in a fork with session, output, environment, rank and threads as in a new interpreter."""
     import numpy as np
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 

@@ -113,7 +113,6 @@ def build_comparison_plots(configurations_by_task: ConfigurationsByTask) -> list
 
 
 def _build_panels(task_and_model: tuple[str, str], configurations: Sequence[Configuration]) -> tuple[Panel, Panel]:
-    """Return the panels of a task and a model: the headline metric, and IsoScore by layer."""
     title, first_runs = " · ".join(task_and_model), configurations[0].runs
     first_run = first_runs[0]
     metric = first_run.headline["metric"]
@@ -147,5 +146,4 @@ def _make_isoscore_line(label: str, scores: Sequence[Mapping[str, float]], layer
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of values; the latter is 0 for a single value."""
     return fmean(values), stdev(values) if len(values) > 1 else 0.0

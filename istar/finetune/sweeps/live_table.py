@@ -97,7 +97,6 @@ class SweepState:
     format: int = STATE_FORMAT
 
     def entries_with(self, *statuses: str) -> list[SweepEntry]:
-        """Return the entries that have one of the given statuses."""
         return [entry for entry in self.entries if entry.status in statuses]
 
     def describe(self, entry: SweepEntry) -> str:
@@ -141,7 +140,6 @@ class Board:
             self._live.__exit__(None, None, None)
 
     def record_start(self, entry: SweepEntry, log: Path | None) -> None:
-        """Record that a run has started."""
         entry.status, entry.started, entry.error = "running", time.time(), None
         entry.log = str(log) if log is not None else None
         self._write()

@@ -145,7 +145,6 @@ class SweepRuns:
         return [self._find_options(choices) for space in choice_spaces for choices in trials.list_combinations(space)]
 
     def add_runs(self, runs: Sequence[Overrides]) -> None:
-        """Add the runs with the given overrides, with a progress bar if there are many."""
         is_short = len(runs) < _MIN_RUNS_FOR_PROGRESS_BAR
         for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
             self._plan_run(overrides)
@@ -237,7 +236,6 @@ class SweepRuns:
         self.grid_by_configuration.setdefault(entry.configuration, grid)
 
     def find_best_configurations(self) -> list[list[SweepEntry]]:
-        """Return the finished runs, one for each seed, of the best configuration of each selection group."""
         entries_by_group: dict[tuple[str, ...], list[SweepEntry]] = {}
         for entry in self.state.entries:
             entries_by_group.setdefault(self.selection_group(entry), []).append(entry)

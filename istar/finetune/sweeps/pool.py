@@ -85,7 +85,6 @@ class _TrialPool:
         return bool(self._running_by_slot) or (may_start and self._source.is_waiting())
 
     def collect_ended(self, signals: Sequence[int]) -> None:
-        """Free the slots of trials that have ended, and report their outcomes to the source."""
         for slot, (trial, run) in list(self._running_by_slot.items()):
             if run.has_ended():
                 del self._running_by_slot[slot]

@@ -123,7 +123,6 @@ class Study:
         return max(0, min(self._num_new_trials_allowed, self._max_trials - len(started_trials)))
 
     def ended_trials(self) -> list[tuple[int, Overrides]]:
-        """Return number and overrides of each finished or pruned trial."""
         ended_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED)
         return [(trial.number, tuple(trial.user_attrs[_OVERRIDES])) for trial in ended_trials]
 
@@ -187,12 +186,10 @@ class Study:
         return None
 
     def grid_of_trial(self, trial_number: int) -> str:
-        """Return the name of the grid that a trial's values are from."""
         trial = self._study.get_trials(deepcopy=False)[trial_number]
         return str(trial.params.get("grid", next(iter(self._space_by_grid))))
 
     def tell(self, trial_number: int, outcome: RunRecord | UserError) -> None:
-        """Report the outcome of a trial to Optuna."""
         self._running_trials.discard(trial_number)
         state = _STATE_BY_STATUS[outcome.status] if isinstance(outcome, RunRecord) else TrialState.FAIL
         # Optuna takes the last reported value as the value of a pruned trial. Both are merits, which are maximized.

@@ -97,7 +97,6 @@ class TrialQueue:
         return bool(self.runs.state.entries_with("elsewhere"))
 
     def set_aside(self, trial: Trial) -> None:
-        """Record that another process executes a trial."""
         self.board.set_status(trial.entry, "elsewhere")
 
     def _is_elsewhere(self, entry: SweepEntry) -> bool:
@@ -123,7 +122,6 @@ class TrialQueue:
                     self.on_ended(trial, record)
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
-        """Record that a trial has started; its output is in the file `log_path`."""
         self.board.record_start(trial.entry, log_path)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
@@ -160,7 +158,6 @@ class SearchQueue(TrialQueue):
         return trial
 
     def is_waiting(self) -> bool:
-        """Return whether other processes still execute trials of this search."""
         return super().is_waiting() or self._study.is_waiting()
 
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
@@ -220,7 +217,6 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
 
 
 def _add_ended_trials(runs: SweepRuns, study: "Study") -> None:
-    """Add the runs of all trials that have ended, in any call; raises as `run_search` does."""
     for trial_number, overrides in study.ended_trials():
         entry = runs.add_run(overrides).entry
         runs.assign_grid(entry, study.grid_of_trial(trial_number))

@@ -39,7 +39,6 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Name of the run's folder."""
         return self.entry.name
 
 
@@ -108,7 +107,6 @@ def _check_is_not_empty(override: Override) -> None:
 
 
 def _format_override_value(value: Any) -> str:
-    """Convert a value of a YAML file to the syntax of Hydra's command line; a list becomes values to sweep over."""
     if isinstance(value, list):
         return ",".join(map(_format_override_value, value))
     if value is None or isinstance(value, bool):

@@ -111,7 +111,6 @@ class BlockRows:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of each block, (blocks,)."""
         return self.blocks.lengths
 
     def __len__(self) -> int:
@@ -125,7 +124,6 @@ class BlockRows:
         return self._make_row(index, (_VALIDATION_SEED, index))
 
     def training_row(self, index: int, epoch: int) -> dict[str, Any]:
-        """Return a row as in training, with new masks in each epoch."""
         return self._make_row(index, (self.seed, epoch, index))
 
     def _make_row(self, index: int, mask_seed: tuple[int, ...]) -> dict[str, Any]:
@@ -145,7 +143,6 @@ class BlockRows:
         }
 
     def take_first(self, count: int) -> "BlockRows":
-        """Return only the first `count` rows."""
         return replace(self, blocks=replace(self.blocks, spans=self.blocks.spans[:count]))
 
 

@@ -59,7 +59,6 @@ class LengthGroupedSampler(Sampler[int]):
         self._num_skipped = num_skipped
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; Lightning calls this at the start of every epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -251,7 +250,6 @@ class FineTuningData(L.LightningDataModule):
             self._sampler.resume(self._resume_position["epoch"], num_skipped)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the training loader, which shuffles the examples in every epoch."""
         rank, world_size = self._rank_and_world_size()
         if self.stream is not None:
             return self._build_stream_loader(self.stream, rank, world_size)

@@ -197,7 +197,6 @@ def find_summary_positions(config: PretrainedConfig, mask: Tensor) -> Tensor:
 
 
 def _estimate_dimension(states: Tensor) -> float | None:
-    """Return the TwoNN dimension of states `(n, d)`, or None if they are too few, or equal up to rounding."""
     mean = states.double().mean(0)
     spread = (states.double() - mean).norm(dim=1).max()
     # States that differ by at most four rounding errors count as equal, as do the embedding outputs of [CLS].

@@ -146,7 +146,6 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the file if anything was logged."""
         self.write()
 
     def write(self) -> None:

@@ -75,14 +75,12 @@ class ValidationGeometry(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Add a batch of the first validation set to the sums of each layer."""
         if dataloader_idx > 0:
             return
         sums_class: Any = LayerSums if self.is_monitored else Moments
         add_layers(self._sums, outputs["hidden_states"], outputs["attention_mask"], sums_class)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compute and log the measures of all layers from the tokens of all processes."""
         all_sums = {layer: sums.all_reduce() for layer, sums in self._sums.items()}
         moments = {layer: sums.moments if self.is_monitored else sums for layer, sums in all_sums.items()}
         self._sums = {}

@@ -119,7 +119,6 @@ class TensorBoardResultLogger(TensorBoardLogger, ResultLogger):
 
     @rank_zero_only
     def log_result(self, result: Mapping[str, Any]) -> None:
-        """Log the settings of the run with the metrics and the isotropy of the best epoch."""
         scores = {f"val/{name}": value for name, value in result["metrics"].items()}
         scores |= {isotropy_key(layer): score for layer, score in result["isotropy"]["after"].items()}
         settings = {key: value for key, value in result["config"].items() if key not in ("logger", "run")}

@@ -137,7 +137,6 @@ class FineTuner(L.LightningModule):
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the task loss plus the weighted penalty."""
         loss = self.task_loss(batch)
         terms = {"task_loss": loss.detach()}
         # With weight 0, the loss equals the task loss bit for bit.
@@ -233,7 +232,6 @@ class FineTuner(L.LightningModule):
         return {"hidden_states": states, "attention_mask": token_mask(batch)}
 
     def on_validation_epoch_end(self) -> None:
-        """Evaluate the outputs that all processes have collected, and log the metrics of each validation set."""
         for (suffix, evaluator), outputs in zip(self.evaluators.items(), self._outputs, strict=True):
             with naming_step("validation", self.trainer):
                 evaluation = evaluator(merge_outputs(all_gather_object(outputs)))
@@ -271,7 +269,6 @@ class FineTuner(L.LightningModule):
             shard(self.model, strategy.precision)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and its learning rate schedule, in Lightning's format."""
         optimizer = make_optimizer(self.model, self.optim)
         num_steps = self.max_steps or sys.maxsize
         if not self.is_streamed:

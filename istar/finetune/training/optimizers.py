@@ -27,14 +27,12 @@ class JointOptimizer(Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make a step of each optimizer, and return the loss that `closure` returns, if there is one."""
         loss = None if closure is None else closure()
         for optimizer in self._optimizers:
             optimizer.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the states of all optimizers."""
         super().load_state_dict(state_dict)
         self._share()
 
@@ -84,7 +82,6 @@ def _list_token_embeddings(model: nn.Module) -> list[Any]:
 
 
 def _list_layer_matrices(model: nn.Module) -> list[Any]:
-    """Return the matrices of a model except for embeddings and the matrices of heads."""
     base_model: Any = find_head_model(model).base_model
     embeddings = [module.weight for module in base_model.modules() if isinstance(module, nn.Embedding)]
     excluded_ids = {id(weight) for weight in (*embeddings, *_list_token_embeddings(model))}
@@ -118,7 +115,6 @@ class CoupledAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all matrices that have a gradient, and return the loss that `closure` returns, if there is one."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:

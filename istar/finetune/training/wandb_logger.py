@@ -103,7 +103,6 @@ def _make_wandb_summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_isotropy_charts(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a W&B table and a W&B line plot of each layer's IsoScore before training and at the best epoch."""
     before, after = result["isotropy"]["before"], result["isotropy"]["after"]
     rows: list[Any] = [[layer, before[layer], after[layer]] for layer in after]
     layers = [layer for layer in after if layer != "union"]
@@ -162,7 +161,6 @@ def start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id:
 
 
 def _find_wandb_hint(message: str, folder: Path) -> str:
-    """Return what the user can do about an error message of W&B, or "" if it is not known."""
     if setting := re.search(r"error for Settings\s+(\w+)", message):
         is_tags = setting[1] == "run_tags"
         return f"; correct {'logger.tags' if is_tags else f'the environment variable WANDB_{setting[1].upper()}'}"
