@@ -13,7 +13,7 @@ from istar.finetune.execute.build_model import build_model
 from istar.finetune.execute.identify import RunIdentity
 from istar.finetune.execute.prepare import PreparedData, PreparedRun, make_collator
 from istar.finetune.training.checkpoints import Checkpoints
-from istar.finetune.training.data import FineTuningData, count_examples_per_process
+from istar.finetune.training.data import FineTuningData
 from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
@@ -178,7 +178,7 @@ def _check_batch_size(prepared: PreparedRun, penalty: AttachedPenalty | None, wo
 
 
 def _count_batches_per_epoch(config: Config, num_examples: int, world_size: int) -> int:
-    num_batches = math.ceil(count_examples_per_process(num_examples, world_size) / config.data.batch_size)
+    num_batches = math.ceil(math.ceil(num_examples / world_size) / config.data.batch_size)
     batch_limit = config.trainer.limit_train_batches
     if type(batch_limit) is int:
         return min(batch_limit, num_batches)

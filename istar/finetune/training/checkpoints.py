@@ -79,18 +79,14 @@ class Checkpoints(Checkpoint):
 
     The callback `history`, which determines the best epoch, must precede this callback.
 
-    Attributes:
-        run_name: stored in each checkpoint and verified when the run is resumed.
-        metrics_file: each checkpoint stores how many rows it has.
-        every_n_steps, every_n_minutes: distance of checkpoints within an epoch; None for no such checkpoints.
     """
 
     folder: Path
-    run_name: str
+    run_name: str  # stored in each checkpoint and verified when the run is resumed
     history: History
-    metrics_file: MetricsFile
+    metrics_file: MetricsFile  # each checkpoint stores how many rows it has
     stop_signal: StopSignal
-    every_n_steps: int | None = None
+    every_n_steps: int | None = None  # distance of checkpoints within an epoch
     every_n_minutes: float | None = None
     _last_step: int = field(default=0, init=False)
     _last_saved_step: int = field(default=0, init=False)

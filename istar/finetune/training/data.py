@@ -22,11 +22,6 @@ _BATCHES_PER_POOL = 50
 """Number of batches to sort by length together. Larger pools need less padding, but shuffle less."""
 
 
-def count_examples_per_process(num_examples: int, world_size: int) -> int:
-    """Return the number of training examples that each process has in an epoch, including repeated ones."""
-    return math.ceil(num_examples / world_size)
-
-
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
     """Yield example indices such that batches contain examples of similar length and come in random order.
@@ -62,7 +57,7 @@ class LengthGroupedSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return count_examples_per_process(len(self.lengths), self.world_size)
+        return math.ceil(len(self.lengths) / self.world_size)
 
     def __iter__(self) -> Iterator[int]:
         order = self._global_order()
@@ -107,13 +102,9 @@ def select_rows_with_tokens(rows: TokenizedRows, order: Tensor, num_tokens: int)
 
 
 def build_evaluation_loader(
-    rows: TokenizedRows,
-    collate: Collate,
-    batch_size: int,
-    order: Sequence[int],
-    num_workers: int = 0,
+    rows: TokenizedRows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0,
     num_batches: int = 0,
-) -> DataLoader[Any]:
+) -> DataLoader[Any]:  # fmt: skip
     """Return a data loader over the rows with the indices `order`. It does not change the global random state.
 
     Of `num_batches`, at most one more than needed, the last two share the last rows.
@@ -200,22 +191,14 @@ class StreamedBatches(IterableDataset[list[dict[str, Any]]]):
 
 @dataclass(eq=False)
 class FineTuningData(L.LightningDataModule):
-    """Provide the data loaders of the tokenized training, validation and test sets.
+    """Provide the data loaders of the tokenized training, validation and test sets."""
 
-    Attributes:
-        train: training set, or with `stream` a sample of it.
-        validation: validation sets; the first one determines the headline metric.
-        collate: turns rows into a padded batch.
-        seed: seed of the order of the training examples.
-        stream: the training data, if they are streamed.
-    """
-
-    train: TokenizedRows
-    validation: Sequence[TokenizedRows]
+    train: TokenizedRows  # with `stream` a sample
+    validation: Sequence[TokenizedRows]  # the first one determines the headline metric
     test: Sequence[TokenizedRows]
     collate: Collate
     config: DataConfig
-    seed: int
+    seed: int  # of the order of the training examples
     stream: StreamedBlocks | None = None
 
     def __post_init__(self) -> None:
@@ -225,10 +208,7 @@ class FineTuningData(L.LightningDataModule):
         self._streamed_batches: StreamedBatches | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of completed epochs, and the number of batches already used in the current epoch.
-
-        For a stream, this includes the window of each process's latest batch.
-        """
+        """Return the numbers of completed epochs and of batches in the current one; of a stream, also the windows."""
         assert self.trainer is not None
         fit_loop = self.trainer.fit_loop
         epoch_counts: Any = fit_loop.epoch_progress.current
@@ -253,18 +233,14 @@ class FineTuningData(L.LightningDataModule):
         rank, world_size = self._rank_and_world_size()
         if self.stream is not None:
             return self._build_stream_loader(self.stream, rank, world_size)
+        batch_size, group_by_length = self.config.batch_size, self.config.group_by_length
         self._sampler = sampler = LengthGroupedSampler(
-            self.train.lengths,
-            self.config.batch_size,
-            self.seed,
-            group_by_length=self.config.group_by_length,
-            rank=rank,
-            world_size=world_size,
+            self.train.lengths, batch_size, self.seed, group_by_length, rank, world_size
         )
         self._resume()
         return DataLoader(
             TrainingRows(self.train, sampler),  # type: ignore[arg-type]
-            batch_size=self.config.batch_size,
+            batch_size=batch_size,
             sampler=sampler,
             collate_fn=self.collate,
             # New workers start in each epoch and take over the epoch of the sampler.

@@ -121,13 +121,9 @@ def measure_validation_geometry(passes: EvaluationPasses, rows: TokenizedRows) -
 
 
 def compute_isoscore_star_by_layer(
-    passes: EvaluationPasses,
-    validation: TokenizedRows,
-    train: TokenizedRows,
-    zeta: float,
-    seed: int,
+    passes: EvaluationPasses, validation: TokenizedRows, train: TokenizedRows, zeta: float, seed: int,
     num_points: int = NUM_POINTS,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     r"""Compute IsoScore\* of each layer and their union, as in Figures 3 and 6 of *Stable Anisotropic Regularization*.
 
     The score is the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S` (Algorithm 1 of the paper).
@@ -136,13 +132,9 @@ def compute_isoscore_star_by_layer(
     on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count.
 
     Args:
-        passes: computes the states of the model.
-        validation: rows with the points X.
-        train: rows to sample for Sigma_S.
         zeta: weight of Sigma_S in [0, 1].
         seed: seed of the sample of training rows.
-        num_points: minimum number of points for Sigma_S, counted over the union of layers 1 to L. All rows are used if
-            they have fewer points.
+        num_points: minimum number of points for Sigma_S, counted over the union; all rows are used if they have fewer.
 
     Returns:
         A dictionary with `zeta`; `num_points`, the number of points in Sigma_S of the union; `union`, the score of
@@ -159,9 +151,8 @@ def compute_isoscore_star_by_layer(
 
     union_and_layers = accumulate(validation, sort_longest_first(validation))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    num_layers = len(union_and_layers) - 2
-    training_rows = select_rows_with_tokens(train, order, math.ceil(num_points / num_layers))
-    training_moments = accumulate(train, training_rows)
+    num_tokens = math.ceil(num_points / (len(union_and_layers) - 2))
+    training_moments = accumulate(train, select_rows_with_tokens(train, order, num_tokens))
 
     def compute_score(moments: Moments, shrinkage_moments: Moments) -> float | None:
         return call_or_none(lambda: isoscore_star(moments, to_covariance(shrinkage_moments), zeta))

@@ -38,8 +38,6 @@ class History(L.Callback):
     The best epoch is the first with the best value of `selection_metric`.
 
     Attributes:
-        selection_metric: name of the metric that selects the best epoch; see
-            `istar.runs.names.is_lower_better`.
         geometry: callback that measures the isotropy. It must precede this callback.
         keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
         before_training: metrics and isotropy before training.

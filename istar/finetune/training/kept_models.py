@@ -50,10 +50,6 @@ class KeptModels(L.Callback):
     Each folder's `training_step.json` records the step for `istar measure --checkpoints`. Rank 0 writes each folder as
     a whole, see `istar.files.outputs.Output`. The callback must precede the one that writes checkpoints, so that the
     models of all steps up to a checkpoint exist. A resumed training writes the models of later steps again.
-
-    Attributes:
-        folder: folder that contains the models.
-        schedule: see `is_kept`.
     """
 
     folder: Path

@@ -130,12 +130,7 @@ class GeometryProbe(L.Callback):
     trained weights by a single bit. It must precede the callback that writes checkpoints, so that the checkpoint of a
     step contains the measures of that step.
 
-    Attributes:
-        rows: tokenized validation set to sample from.
-        collate: turns rows into a padded batch.
-        batch_size: examples per forward pass.
-        every_n_steps: number of optimizer steps between two measurements.
-        num_examples: number of examples in the sample.
+    `rows` are the tokenized validation set to sample from.
     """
 
     rows: TokenizedRows
@@ -193,9 +188,6 @@ class GeometryProbe(L.Callback):
         passes = EvaluationPasses(trainer, pl_module, self.collate, self.batch_size)
         with preserve_rng_states(trainer.strategy.root_device), naming_step("geometry", trainer):
             sums = passes.sum_layers(self.rows, self.sample, LayerSums)
-            values = {
-                geometry_key(layer, name): value
-                for layer, layer_sums in sums.items()
-                for name, value in layer_sums.compute(SAMPLED).items()
-            }
+            measures = {layer: layer_sums.compute(SAMPLED) for layer, layer_sums in sums.items()}
+        values = {geometry_key(layer, name): value for layer in measures for name, value in measures[layer].items()}
         log_immediately(trainer, {"epoch": epoch, **values, SECONDS_KEY: time.perf_counter() - start})

@@ -84,7 +84,6 @@ class FineTuner(L.LightningModule):
     Metrics are computed from all predictions of a validation set at once, not averaged over batches.
 
     Args:
-        model: sequence classification or question answering model.
         penalty: penalty attached to the model, from `istar.attach`; None trains on the task loss alone.
         optim: settings of the optimizer and of the learning rate schedule.
         evaluators: evaluator of each validation set, by the suffix of its metrics' names (`""` for the first).
