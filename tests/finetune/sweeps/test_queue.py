@@ -15,7 +15,7 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.files import writing
 from istar.files.writing import lock_folder, write_text
 from istar.finetune.config import Config
-from istar.finetune.processes.run_errors import UNEXPECTED_ERROR
+from istar.finetune.processes.child import UNEXPECTED_ERROR
 from istar.finetune.sweeps import comparison, pool, sweep
 from istar.finetune.sweeps.live_table import Board, SweepEntry, read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
