@@ -23,7 +23,7 @@ from istar.finetune.execute.build_config import build_config
 from istar.finetune.execute.build_model import build_tokenizer
 from istar.finetune.execute.examples import Examples
 from istar.finetune.execute.identify import RunIdentity
-from istar.finetune.tasks.blocks import Corpus, load_or_tokenize_corpus
+from istar.finetune.tasks.blocks import Corpus, cut_blocks, load_or_tokenize_corpus
 from istar.finetune.tasks.evaluation import Evaluator, constant_baseline
 from istar.finetune.tasks.features import Collator, FeatureRows, TokenizedRows, featurize, limit_max_length
 from istar.finetune.tasks.language_modelling import (
@@ -31,7 +31,6 @@ from istar.finetune.tasks.language_modelling import (
     BlockRows,
     LanguageModelEvaluator,
     Masking,
-    cut_into_blocks,
     find_block_tokens,
 )
 from istar.finetune.tasks.stream_blocks import StreamedBlocks
@@ -177,16 +176,14 @@ def _prepare_documents(identity: RunIdentity, tokenizer: PreTrainedTokenizerBase
     spec, config, examples = identity.spec, identity.config, identity.examples
     cache_dir = cache_folder(config.data.cache_dir)
     masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
+    prefix, suffix = find_block_tokens(spec, tokenizer)
     document_sets = examples.validation if examples.stream is not None else (examples.train, *examples.validation)
     corpora = [load_or_tokenize_corpus(documents, tokenizer, cache_dir) for documents in document_sets]
-    all_rows = [
-        BlockRows(cut_into_blocks(spec, corpus, tokenizer, max_length, config.task.packing), masking, config.seed)
-        for corpus in corpora
-    ]
+    blocks = [cut_blocks(corpus, max_length, prefix, suffix, config.task.packing) for corpus in corpora]
+    all_rows = [BlockRows(blocks_of_set, masking, config.seed) for blocks_of_set in blocks]
     if examples.stream is None:
         stream, train, validation = None, all_rows[0], all_rows[1:]
     else:
-        prefix, suffix = find_block_tokens(spec, tokenizer)
         stream = StreamedBlocks(
             documents=examples.stream, tokenizer=tokenizer, prefix=prefix, suffix=suffix, length=max_length,
             packing=config.task.packing, masking=masking, seed=config.seed,

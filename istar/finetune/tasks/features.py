@@ -238,9 +238,6 @@ def _list_used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool
     return columns
 
 
-# --- tokenization -------------------------------------------------------------------------------------------
-
-
 def _encode_batch(
     spec: TaskSpec,
     tokenizer: PreTrainedTokenizerBase,
@@ -295,9 +292,6 @@ def _tokenize_split(
             num_features += len(columns["length"])
             progress.update(min(_BATCH_ROWS, len(rows) - start))
     return datasets.Dataset(InMemoryTable(pa.concat_tables(tables)))
-
-
-# --- cache --------------------------------------------------------------------------------------------------
 
 
 def _compute_cache_key(

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError
-from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks
+from istar.finetune.tasks.blocks import Corpus, TokenBlocks
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.models.special_tokens import special_tokens
 from istar.regularizers.points import IGNORED_LABEL
@@ -33,13 +33,6 @@ def find_block_tokens(spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> tup
     """
     prefix, suffix = special_tokens(tokenizer)
     return prefix, [] if spec.kind == "causal_lm" else suffix
-
-
-def cut_into_blocks(
-    spec: TaskSpec, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, packing: bool
-) -> TokenBlocks:
-    """Cut a corpus into blocks of at most `length` tokens with the special tokens of the task; see `cut_blocks`."""
-    return cut_blocks(corpus, length, *find_block_tokens(spec, tokenizer), packing)
 
 
 class Masking:
@@ -135,12 +128,8 @@ class BlockRows:
             input_ids[text], labels[text] = self.masking(input_ids[text], mask_seed)
         else:
             labels[text] = input_ids[text]
-        return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "documents": self.blocks.document_numbers(index),
-            "feature_id": index,
-        }
+        documents = self.blocks.document_numbers(index)
+        return {"input_ids": input_ids, "labels": labels, "documents": documents, "feature_id": index}
 
     def take_first(self, count: int) -> "BlockRows":
         return replace(self, blocks=replace(self.blocks, spans=self.blocks.spans[:count]))
@@ -212,9 +201,7 @@ class LanguageModelEvaluator:
             raise ValueError(
                 f"the outputs must belong to exactly the {self.num_blocks} blocks; they are {len(outputs)}"
             )
-        loss_sum, num_tokens, num_correct = (
-            math.fsum(block_values) for block_values in zip(*outputs.values(), strict=True)
-        )
+        loss_sum, num_tokens, num_correct = map(math.fsum, zip(*outputs.values(), strict=True))
         if not math.isfinite(loss_sum):
             raise NonFiniteError(
                 f"task {self.spec.name}: the loss of the validation set is {loss_sum:g}: the model has diverged, or "
