@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
+from istar.finetune.config.fields import NEVER_MATTERS, collects_further_keys, matters, select_settings
 from istar.finetune.config.model_config import ModelConfig
 from istar.finetune.config.optim_config import OPTIMIZERS, OptimConfig
 from istar.finetune.config.output_config import RunConfig
-from istar.finetune.config.settings import NEVER_MATTERS, collects_further_keys, matters
 from istar.finetune.config.task_config import DataConfig, TaskConfig
 from istar.finetune.config.trainer_config import TrainerConfig
 
@@ -82,6 +82,17 @@ class Config:
         for key, (value, advice) in advice_by_key.items():
             if value is not None:
                 raise UserError(f"{key}={value} does not work with task.stream=true; {advice}")
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return what decides the outcome of a run besides its data and its model, as plain data.
+
+    Configs with equal settings describe the same run. The groups and keys are those of the command line. Fields that
+    never matter are left out, and a value without an effect is replaced by the one that counts; the metadata of each
+    field says which, see `istar.finetune.config.fields.matters`. A penalty of weight 0 counts as `reg=none`.
+    Raises a `UserError` if `find_task_spec` refuses the task.
+    """
+    return select_settings(config, config)
 
 
 def check_keys(overrides: Iterable[str]) -> None:

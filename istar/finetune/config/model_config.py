@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from istar.errors import UserError, check_at_least, check_one_of
 from istar.files.folders import is_model_folder
-from istar.finetune.config.settings import NEVER_MATTERS, matters
+from istar.finetune.config.fields import NEVER_MATTERS, matters
 from istar.models.model_source import ModelSource
 from istar.runs.names import TINY
 

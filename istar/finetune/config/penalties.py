@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from istar.errors import OptionError
+from istar.finetune.config.fields import matters
 from istar.finetune.config.reg_config import (
     ON_HIDDEN_STATES,
     DropoutConfig,
@@ -16,7 +17,6 @@ from istar.finetune.config.reg_config import (
     WeightDecayConfig,
     weight_field,
 )
-from istar.finetune.config.settings import matters
 from istar.hidden_states import PenaltySettings
 from istar.hidden_states.attached_penalty import HIDDEN_STATES
 from istar.regularizers import (

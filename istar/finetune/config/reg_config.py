@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from istar.errors import OptionError, UserError, check_range
-from istar.finetune.config.settings import matters
+from istar.finetune.config.fields import matters
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attached_penalty import HIDDEN_STATES
 from istar.regularizers import Penalty, Points, SetPoint, layer_numbers

@@ -19,12 +19,12 @@ from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, 
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from istar.errors import UserError, check_one_of, did_you_mean
+from istar.finetune.config.fields import collects_further_keys, key_of
 from istar.finetune.config.groups import Config, describe_unknown_key
 from istar.finetune.config.optim_config import OPTIMIZERS
 from istar.finetune.config.options import config_folder, sweep_folder
 from istar.finetune.config.output_config import LoggerConfig, TensorBoardConfig, WandbConfig
 from istar.finetune.config.penalties import PENALTIES
-from istar.finetune.config.settings import collects_further_keys, key_of
 from istar.finetune.config.sweep_config import SweepConfig
 from istar.runs.tasks import TASKS
 

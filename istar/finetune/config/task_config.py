@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from omegaconf import MISSING
 
 from istar.errors import UserError, check_at_least, did_you_mean
-from istar.finetune.config.settings import NEVER_MATTERS, matters
+from istar.finetune.config.fields import NEVER_MATTERS, matters
 from istar.runs.tasks import HELD_OUT, TASKS, TaskSpec
 
 COVERED_BY_DATA = matters(as_=lambda config: None)

@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from istar.errors import UserError, check_at_least, check_one_of, did_you_mean
-from istar.finetune.config.settings import FURTHER_KEYS, NEVER_MATTERS, matters
+from istar.finetune.config.fields import FURTHER_KEYS, NEVER_MATTERS, matters
 
 
 @dataclass

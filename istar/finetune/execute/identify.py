@@ -15,7 +15,7 @@ from istar.errors import UserError, shorten
 from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
 from istar.files.parsing import is_missing
 from istar.finetune.config import Config, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
-from istar.finetune.config.settings import settings_of
+from istar.finetune.config.groups import settings_of
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import extras, precision
 from istar.models.model_source import split_revision

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from istar.finetune.config import Config, schema
+from istar.finetune.config.groups import settings_of
 from istar.finetune.config.penalties import PENALTIES
-from istar.finetune.config.settings import settings_of
 
 EFFECTS: dict[str, tuple[list[str], list[str]]] = {
     "task=rte": (

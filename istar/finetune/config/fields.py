@@ -1,11 +1,8 @@
-"""The settings of a run that change its outcome, as the metadata of the config's fields say."""
+"""Metadata of the fields of a run's config: their keys on the command line, and when a value matters to the outcome."""
 
 from collections.abc import Callable
 from dataclasses import Field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # its groups use this module
-    from istar.finetune.config.groups import Config
+from typing import Any
 
 FURTHER_KEYS = {"further_keys": True}
 """Metadata of a field that collects the group's keys without a field, by name."""
@@ -23,18 +20,8 @@ def matters(*, if_: Callable[[Any], bool] | None = None, as_: Callable[[Any], An
     return {"matters_if": if_, "matters_as": as_}
 
 
-def settings_of(config: "Config") -> dict[str, Any]:
-    """Return what decides the outcome of a run besides its data and its model, as plain data.
-
-    Configs with equal settings describe the same run. The groups and keys are those of the command line. Fields that
-    never matter are left out, and a value without an effect is replaced by the one that counts; the metadata of each
-    field says which, see `matters`. A penalty of weight 0 counts as `reg=none`. Raises a `UserError` if
-    `find_task_spec` refuses the task.
-    """
-    return _select_settings(config, config)
-
-
-def _select_settings(group: Any, config: "Config") -> dict[str, Any]:
+def select_settings(group: Any, config: Any) -> dict[str, Any]:
+    """Return the values of a group of a `Config` that count, by key; see `matters`."""
     settings: dict[str, Any] = {}
     for option in fields(group):
         is_used, find_value = option.metadata.get("matters_if"), option.metadata.get("matters_as")
@@ -47,7 +34,7 @@ def _select_settings(group: Any, config: "Config") -> dict[str, Any]:
         if collects_further_keys(option):
             settings |= value
         else:
-            settings[key_of(option)] = _select_settings(value, config) if is_dataclass(value) else value
+            settings[key_of(option)] = select_settings(value, config) if is_dataclass(value) else value
     return settings
 
 
