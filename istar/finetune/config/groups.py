@@ -66,18 +66,14 @@ class Config:
         if self.trainer.max_steps is None:
             raise UserError("task.stream=true needs trainer.max_steps, because a stream has no length")
         interval, train_limit = self.trainer.val_check_interval, self.trainer.limit_train_batches
+        is_unlimited = type(train_limit) is float and train_limit == 1
+        is_counted = type(interval) is int or interval == 1
         advice_by_key = {
             "task.limit_train": (self.task.limit_train, "set null, and end the training by trainer.max_steps"),
             "task.validation_fraction": (self.task.validation_fraction, "set null"),
             "data.num_workers": (self.data.num_workers or None, "set 0: each process reads its own shards"),
-            "trainer.limit_train_batches": (
-                train_limit if type(train_limit) is int or train_limit != 1 else None,
-                "use trainer.max_steps",
-            ),
-            "trainer.val_check_interval": (
-                None if type(interval) is int or interval == 1 else interval,
-                "give a whole number of batches",
-            ),
+            "trainer.limit_train_batches": (None if is_unlimited else train_limit, "use trainer.max_steps"),
+            "trainer.val_check_interval": (None if is_counted else interval, "give a whole number of batches"),
         }
         for key, (value, advice) in advice_by_key.items():
             if value is not None:

@@ -104,19 +104,16 @@ class TrainerConfig:
         ):  # fmt: skip
             check_at_least(1, f"trainer.{name}", getattr(self, name))
         if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
-            raise UserError(
-                f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g} is not an average cosine; expected -1 to 1"
-            )
+            value = f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g}"
+            raise UserError(f"{value} is not an average cosine; expected -1 to 1")
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")
         minutes = self.checkpoint_every_n_minutes
         if minutes is not None and not 0 < minutes < math.inf:
             raise UserError(f"trainer.checkpoint_every_n_minutes={minutes:g} must be above 0, or null for none")
         if self.keep_models not in (None, "log") and not (type(self.keep_models) is int and self.keep_models > 0):
-            raise UserError(
-                f"trainer.keep_models={self.keep_models} is not a schedule; expected log, a whole number of optimizer "
-                "steps above 0, or null"
-            )
+            expected = "log, a whole number of optimizer steps above 0, or null"
+            raise UserError(f"trainer.keep_models={self.keep_models} is not a schedule; expected {expected}")
         if type(self.deterministic) is not bool and self.deterministic != "warn":
             raise UserError(f"trainer.deterministic={self.deterministic}; expected true, false or warn")
         self._check_end()
@@ -179,10 +176,9 @@ _SET_BY_ISTAR = {
 
 
 def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[str]) -> None:
-    """Check that `lightning.Trainer` has these arguments, by name, and that a config may set them.
+    """Raise a `UserError` for an argument that `lightning.Trainer` lacks, or that no config may set.
 
-    `field_names` are the fields of `TrainerConfig`, as suggestions for a misspelt name. Raises a `UserError` if an
-    argument does not exist or is set by istar.
+    `field_names` are the fields of `TrainerConfig`, as suggestions for a misspelt name.
     """
     if not arguments:
         return

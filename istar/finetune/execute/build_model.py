@@ -34,13 +34,10 @@ from istar.texts.new_tokenizer import train_tokenizer
 if TYPE_CHECKING:
     from peft import PeftModel
 
+_SEQUENCE_HEAD = transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 _HEADS: dict[Kind, tuple[Any, Any]] = {
-    "classification": (
-        transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    ),
-    "regression": (
-        transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    ),
+    "classification": _SEQUENCE_HEAD,
+    "regression": _SEQUENCE_HEAD,
     "span": (transformers.AutoModelForQuestionAnswering, transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING),
     "causal_lm": (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
     "masked_lm": (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
@@ -117,9 +114,8 @@ def build_model(
         check_outputs(config.label, model, tokenizer, trial_tokenizer(*texts, return_tensors="pt"))
     if config.gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
-        enable_checkpointing = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
+        enable_checkpointing = getattr(model, "activation_checkpointing_enable", None)
+        enable_checkpointing = enable_checkpointing or model.gradient_checkpointing_enable
         try:
             enable_checkpointing({"use_reentrant": False})
         except ValueError as error:
@@ -159,13 +155,9 @@ def _fit_head(config: ModelConfig, spec: TaskSpec, model: PreTrainedModel) -> No
     if checkpoint_config.problem_type is None or is_regression == (spec.kind == "regression"):
         order = _match_labels(names, spec.labels or ("score",))
     if order is None:
-        log.warning(
-            "the head of %s for the labels %s is replaced by a new one, as task %s has %s",
-            config.label,
-            ", ".join(names),
-            spec.name,
-            ", ".join(spec.labels) or "a score",
-        )
+        labels = ", ".join(spec.labels) or "a score"
+        message = "the head of %s for the labels %s is replaced by a new one, as task %s has %s"
+        log.warning(message, config.label, ", ".join(names), spec.name, labels)
         if len(names) == model.config.num_labels:  # a head of another size is new already
             new_weights, prefix = type(model)(model.config).state_dict(), f"{model.base_model_prefix}."
             head = {name: values for name, values in new_weights.items() if not name.startswith(prefix)}

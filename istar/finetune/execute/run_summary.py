@@ -108,14 +108,11 @@ def build_geometry_plot(rows: Iterable[Mapping[str, float]]) -> Plot:
     )
     panels = []
     for measure, label in GEOMETRY_LABELS.items():
-        lines = [
-            Line(
-                f"layer {layer}" if layer else "embeddings",
-                steps,
-                tuple(row[geometry_key(layer, measure)] for row in measured_rows),
-            )
+        values_by_layer = {
+            layer: tuple(row[geometry_key(layer, measure)] for row in measured_rows)
             for layer in evenly_spaced(layer_indices)
-        ]
+        }
+        lines = [Line(f"layer {layer}" if layer else "embeddings", steps, ys) for layer, ys in values_by_layer.items()]
         panels.append(Panel(label, lines))
     return Plot(
         name="geometry_over_steps",

@@ -49,11 +49,7 @@ class SweepRequest:
 
 
 def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
-    """List the runs of a sweep without executing any: all combinations of a grid; nothing for a search.
-
-    Raises a `UserError` for overrides that do not compose or cannot be searched, if Optuna is not installed, and if the
-    runs would be uploaded.
-    """
+    """List the runs of a sweep without executing any: all combinations of a grid; nothing for a search."""
     if any(argument.lstrip("+").startswith("run.push_to_hub=") for argument in request.arguments):
         raise UserError("run.push_to_hub is for a single run; istar push uploads a run of a sweep")
     if request.settings.search == "optuna":
@@ -202,15 +198,11 @@ class SweepRuns:
             return " ".join(overrides)
 
     def compose_config(self, overrides: Overrides) -> Config:
-        """Compose the config of a run from its overrides, and resolve its precision if it runs on this machine.
-
-        Raises:
-            UserError: if a launcher executes the runs and `trainer.precision` is `auto`. The precision is part of a
-                run's name, but this machine cannot choose it for another one.
-        """
+        """Compose the config of a run from its overrides, and resolve its precision if it runs on this machine."""
         config = schema.load(self.request.compose(overrides))
         if self.request.launcher is None:
             return replace(config, trainer=choose_precision(config.trainer))
+        # The precision is part of a run's name, but this machine cannot choose it for another one.
         if config.trainer.precision == "auto":
             raise UserError(
                 "trainer.precision=auto: the jobs of a launcher may run on another machine than this; name the "
@@ -219,15 +211,10 @@ class SweepRuns:
         return config
 
     def compose_sample_config(self) -> Config:
-        """Compose a config without the overrides to sweep over, as an example of the runs of a search.
-
-        Raises a `UserError` if the data of the config cannot be loaded.
-        """
+        """Compose a config without the overrides to sweep over, as an example of the runs of a search."""
         space = next(iter(self.space_by_grid.values()))
-        fixed_overrides = tuple(
-            override.input_line or "" for override in space.values() if not override.is_sweep_override()
-        )
-        config = self.compose_config(fixed_overrides)
+        fixed = (override.input_line or "" for override in space.values() if not override.is_sweep_override())
+        config = self.compose_config(tuple(fixed))
         self.key_maker.make(config)
         return config
 

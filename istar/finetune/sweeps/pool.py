@@ -98,9 +98,8 @@ class _TrialPool:
             extra_variables.update(self._environment)
             num_processes = processes_to_start(trial.config.trainer)
             with blocked_signals():
-                run = RunProcesses(
-                    trial.config, num_processes, trial.optuna_trial, extra_variables, log_path, self._spawn
-                )
+                arguments = trial.optuna_trial, extra_variables, log_path, self._spawn
+                run = RunProcesses(trial.config, num_processes, *arguments)
                 self.runs.append(run)
         except UserError as error:
             self._report_failure(trial, error)

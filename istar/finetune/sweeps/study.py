@@ -53,12 +53,9 @@ class Study:
     """
 
     def __init__(
-        self,
-        settings: SweepConfig,
-        space_by_grid: Mapping[str, SearchSpace],
-        folder: Path,
+        self, settings: SweepConfig, space_by_grid: Mapping[str, SearchSpace], folder: Path,
         run_name: Callable[[Overrides], str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         optuna.logging.set_verbosity(logging.WARNING)
         self.storage = settings.storage or f"sqlite:///{(folder / 'optuna.db').absolute()}"
         self.name = folder.name
@@ -257,9 +254,9 @@ def _write_secret(path: Path, text: str) -> None:
 
 def suggest_overrides(trial: optuna.trial.Trial, space_by_grid: Mapping[str, SearchSpace]) -> Overrides:
     """Let Optuna choose a grid and values for its swept keys; return the overrides of the run."""
-    grid_name = (
-        trial.suggest_categorical("grid", list(space_by_grid)) if len(space_by_grid) > 1 else next(iter(space_by_grid))
-    )
+    grid_name = next(iter(space_by_grid))
+    if len(space_by_grid) > 1:
+        grid_name = trial.suggest_categorical("grid", list(space_by_grid))
     return tuple(_suggest_override(trial, override) for override in space_by_grid[grid_name].values())
 
 

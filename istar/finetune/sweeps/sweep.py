@@ -169,10 +169,8 @@ class SearchQueue(TrialQueue):
             self._trial_number_by_run[entry.name] = trial_number
         else:
             # The run was finished before the search began, or its data cannot be loaded.
-            has_record = entry.status in ("finished", "pruned")
-            self._study.tell(
-                trial_number, self.runs.read_record(entry) if has_record else UserError(entry.error or entry.status)
-            )
+            has_record, error = entry.status in ("finished", "pruned"), UserError(entry.error or entry.status)
+            self._study.tell(trial_number, self.runs.read_record(entry) if has_record else error)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Report the outcome of a trial to Optuna and to the board.

@@ -43,12 +43,9 @@ class Trial:
 
 
 def make_search_spaces(
-    arguments: Sequence[str],
-    params: Mapping[str, Any],
-    grids: Mapping[str, Mapping[str, Any]],
-    only: Sequence[str],
+    arguments: Sequence[str], params: Mapping[str, Any], grids: Mapping[str, Mapping[str, Any]], only: Sequence[str],
     config_loader: ConfigLoader | None = None,
-) -> dict[str, SearchSpace]:
+) -> dict[str, SearchSpace]:  # fmt: skip
     """Return the search space of each grid: the keys common to all grids, the keys of the grid, and the command line.
 
     The command line takes precedence over a grid, except that several values do not replace the single value of a
@@ -62,10 +59,8 @@ def make_search_spaces(
         only: names of the grids to use; empty means all.
         config_loader: Hydra's loader, which lists the options of a config group; needed only for `glob(*)`.
 
-    Raises:
-        UserError: if command line and grids choose the option of the same config group, a `glob` matches no option, or
-            a range or an interval is empty.
-        HydraException: if an override cannot be parsed.
+    Raises a `UserError` if command line and grids choose the option of the same config group, a `glob` matches no
+    option, or a range or an interval is empty, and Hydra's error if an override cannot be parsed.
     """
     parser = OverridesParser.create(config_loader)
     overrides = parser.parse_overrides(list(arguments))
@@ -166,9 +161,8 @@ def sweep_hash(space_by_grid: Mapping[str, SearchSpace], *settings: Any) -> str:
 
     They are part of the name of the sweep's folder, so that a repeated command resumes its sweep.
     """
-    overrides_by_grid = []
-    for space in space_by_grid.values():
-        overrides_by_grid.append(
-            [override.input_line for key, override in space.items() if not key.startswith(_IGNORED_KEY_PREFIXES)]
-        )
+    overrides_by_grid = [
+        [override.input_line for key, override in space.items() if not key.startswith(_IGNORED_KEY_PREFIXES)]
+        for space in space_by_grid.values()
+    ]
     return hashlib.sha256(json.dumps([overrides_by_grid, *settings]).encode()).hexdigest()[:6]
