@@ -30,19 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A run before anything is built for it.
+    """A run before anything is built for it."""
 
-    Attributes:
-        config: settings, with values that depend on the machine or the time resolved.
-        key: what makes this run equal to others.
-        folder: folder of the run; its name ends with the hash of the key.
-    """
-
-    config: Config
+    config: Config  # settings, with values that depend on the machine or the time resolved
     spec: TaskSpec
     examples: "Examples"
-    key: RunKey
-    folder: Path
+    key: RunKey  # what makes this run equal to others
+    folder: Path  # folder of the run; its name ends with the hash of the key
 
 
 def identify(config: Config) -> RunIdentity:

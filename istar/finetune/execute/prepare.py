@@ -46,25 +46,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The tokenized data of a run.
+    """The tokenized data of a run."""
 
-    Attributes:
-        examples: the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`.
-        train, validation, test: tokenized rows of the splits; of a stream, `train` is a sample of training blocks.
-        evaluators: evaluator of each validation set, by the suffix of its metrics.
-        test_evaluators: evaluator of each test set.
-        corpus: tokens of the training data, for language modelling without a stream only.
-        stream: all blocks of the training data, with `task.stream=true` only.
-    """
-
-    examples: Examples
-    train: TokenizedRows
+    examples: Examples  # the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`
+    train: TokenizedRows  # of a stream, a sample of training blocks
     validation: list[TokenizedRows]
     test: list[TokenizedRows]
-    evaluators: dict[str, Any]
-    test_evaluators: Sequence[Evaluator] = ()
-    corpus: Corpus | None = None
-    stream: StreamedBlocks | None = None
+    evaluators: dict[str, Any]  # evaluator of each validation set, by the suffix of its metrics
+    test_evaluators: Sequence[Evaluator] = ()  # evaluator of each test set
+    corpus: Corpus | None = None  # tokens of the training data, for language modelling without a stream only
+    stream: StreamedBlocks | None = None  # all blocks of the training data, with `task.stream=true` only
 
     def compute_baseline(
         self, spec: TaskSpec, collate: Collate, batch_size: int, vocabulary_size: int

@@ -91,16 +91,12 @@ def find_word_continuations(tokens: Sequence[str | None]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Blocks of tokens with their labels, as the rows of a `DataLoader` with a `BlockCollator`.
-
-    Attributes:
-        masking: chooses the tokens to predict in masked language modelling; None for causal language modelling.
-        seed: seed of the masks in training, which also depend on the epoch and the row.
-    """
+    """Blocks of tokens with their labels, as the rows of a `DataLoader` with a `BlockCollator`."""
 
     blocks: TokenBlocks
+    # Chooses the tokens to predict in masked language modelling; None for causal language modelling.
     masking: Masking | None
-    seed: int
+    seed: int  # seed of the masks in training, which also depend on the epoch and the row
 
     @property
     def lengths(self) -> NDArray[np.int64]:

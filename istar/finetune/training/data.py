@@ -28,23 +28,16 @@ class LengthGroupedSampler(Sampler[int]):
 
     The order depends only on the seed and the epoch. Every process takes its share of every global batch, so W
     processes together see the batches that one process sees with a batch size W times as large.
-
-    Attributes:
-        lengths: number of tokens of each example, (examples,).
-        batch_size: number of examples in a batch of one process.
-        group_by_length: whether to group examples by length; False only shuffles them.
-        world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
-            the end.
-        epoch: current epoch.
     """
 
-    lengths: Any
-    batch_size: int
+    lengths: Any  # number of tokens of each example, (examples,)
+    batch_size: int  # number of examples in a batch of one process
     seed: int
-    group_by_length: bool = True
+    group_by_length: bool = True  # whether to group examples by length; False only shuffles them
     rank: int = 0
+    # Number of processes. If it does not divide the number of examples, the first ones are repeated at the end.
     world_size: int = 1
-    epoch: int = field(default=0, init=False)
+    epoch: int = field(default=0, init=False)  # current epoch
     _first_epoch: int = field(default=0, init=False)
     _num_skipped: int = field(default=0, init=False)
 
@@ -144,17 +137,14 @@ class StreamedBatches(IterableDataset[list[dict[str, Any]]]):
 
     An epoch ends on all processes when the first of them has no more blocks. All processes iterate together, because
     they agree on this before each window.
-
-    Attributes:
-        find_epoch: returns the current epoch.
-        window: the window of the latest batch: the number of batches before it in the epoch, and its `StreamPosition`.
     """
 
     blocks: StreamedBlocks
     batch_size: int
-    find_epoch: Callable[[], int]
+    find_epoch: Callable[[], int]  # returns the current epoch
     rank: int = 0
     world_size: int = 1
+    # The window of the latest batch: the number of batches before it in the epoch, and its `StreamPosition`.
     window: tuple[int, ...] = field(default=(), init=False)
     _resumed: tuple[int, int, tuple[int, ...]] | None = field(default=None, init=False)
 

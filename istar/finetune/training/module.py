@@ -42,14 +42,10 @@ class StepGuard:
     """Skip optimizer steps with a gradient that is not finite, or stop the training at the first one.
 
     The gradient norm is equal on all processes, so all of them skip the same steps.
-
-    Attributes:
-        skip_nonfinite: whether to skip such steps; False stops the training.
-        num_skipped: number of skipped steps.
     """
 
-    skip_nonfinite: bool
-    num_skipped: int = field(default=0, init=False)
+    skip_nonfinite: bool  # whether to skip such steps; False stops the training
+    num_skipped: int = field(default=0, init=False)  # number of skipped steps
 
     def must_skip(self, step: int, micro_batches: Sequence[Mapping[str, Tensor]], gradient_norm: Tensor | None) -> bool:
         """Return whether to skip an optimizer step; a message names the first loss that is not finite.

@@ -30,21 +30,17 @@ class ShrinkageCovariance(L.Callback):
 
     A resumed run draws the same samples, see `sample_examples`. If only some of the tokens are points of the penalty,
     batches are taken in random order until they contain `num_points` such points.
-
-    Attributes:
-        seed: seed of the sample, combined with the epoch and the step.
-        stop_signal: callback that is asked before every batch whether a stop signal was received.
-        seconds: duration of each refresh so far.
     """
 
     penalty: AttachedPenalty
     rows: TokenizedRows
     collate: Collate
     batch_size: int
-    seed: int
+    seed: int  # seed of the sample, combined with the epoch and the step
     progress: RunProgress = field(default_factory=RunProgress)
+    # Callback that is asked before every batch whether a stop signal was received.
     stop_signal: StopSignal = field(default_factory=StopSignal)
-    seconds: list[float] = field(default_factory=list, init=False)
+    seconds: list[float] = field(default_factory=list, init=False)  # duration of each refresh so far
     _has_warned: bool = field(default=False, init=False)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
