@@ -20,7 +20,7 @@ def matters(*, if_: Callable[[Any], bool] | None = None, as_: Callable[[Any], An
     return {"matters_if": if_, "matters_as": as_}
 
 
-def select_settings(group: Any, config: Any) -> dict[str, Any]:
+def values_that_count(group: Any, config: Any) -> dict[str, Any]:
     """Return the values of a group of a `Config` that count, by key; see `matters`."""
     settings: dict[str, Any] = {}
     for option in fields(group):
@@ -34,7 +34,7 @@ def select_settings(group: Any, config: Any) -> dict[str, Any]:
         if collects_further_keys(option):
             settings |= value
         else:
-            settings[key_of(option)] = select_settings(value, config) if is_dataclass(value) else value
+            settings[key_of(option)] = values_that_count(value, config) if is_dataclass(value) else value
     return settings
 
 

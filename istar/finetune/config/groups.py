@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
-from istar.finetune.config.fields import NEVER_MATTERS, collects_further_keys, matters, select_settings
+from istar.finetune.config.fields import NEVER_MATTERS, collects_further_keys, matters, values_that_count
 from istar.finetune.config.model_config import ModelConfig
 from istar.finetune.config.optim_config import OPTIMIZERS, OptimConfig
 from istar.finetune.config.output_config import RunConfig
@@ -88,7 +88,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     field says which, see `istar.finetune.config.fields.matters`. A penalty of weight 0 counts as `reg=none`.
     Raises a `UserError` if `find_task_spec` refuses the task.
     """
-    return select_settings(config, config)
+    return values_that_count(config, config)
 
 
 def check_keys(overrides: Iterable[str]) -> None:
