@@ -53,9 +53,12 @@ class Study:
     """
 
     def __init__(
-        self, settings: SweepConfig, space_by_grid: Mapping[str, SearchSpace], folder: Path,
+        self,
+        settings: SweepConfig,
+        space_by_grid: Mapping[str, SearchSpace],
+        folder: Path,
         run_name: Callable[[Overrides], str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         optuna.logging.set_verbosity(logging.WARNING)
         self.storage = settings.storage or f"sqlite:///{(folder / 'optuna.db').absolute()}"
         self.name = folder.name

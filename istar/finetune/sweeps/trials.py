@@ -43,9 +43,12 @@ class Trial:
 
 
 def make_search_spaces(
-    arguments: Sequence[str], params: Mapping[str, Any], grids: Mapping[str, Mapping[str, Any]], only: Sequence[str],
+    arguments: Sequence[str],
+    params: Mapping[str, Any],
+    grids: Mapping[str, Mapping[str, Any]],
+    only: Sequence[str],
     config_loader: ConfigLoader | None = None,
-) -> dict[str, SearchSpace]:  # fmt: skip
+) -> dict[str, SearchSpace]:
     """Return the search space of each grid: the keys common to all grids, the keys of the grid, and the command line.
 
     The command line takes precedence over a grid, except that several values do not replace the single value of a

@@ -30,9 +30,12 @@ _HASH_BATCH_ROWS = 10_000
 
 
 def find_source(
-    spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str], cache_dir: str | None = None,
+    spec: TaskSpec,
+    data_dir: str | Path | None,
+    splits: Sequence[str],
+    cache_dir: str | None = None,
     stream: bool = False,
-) -> ExampleSource:  # fmt: skip
+) -> ExampleSource:
     """Return the source of a task's splits: a folder, the hub (which is downloaded), or the demo generator.
 
     If `data_dir` is a text corpus, its documents are cached below `cache_dir`, or below the default of `cache_folder`.

@@ -95,9 +95,13 @@ def select_rows_with_tokens(rows: TokenizedRows, order: Tensor, num_tokens: int)
 
 
 def build_evaluation_loader(
-    rows: TokenizedRows, collate: Collate, batch_size: int, order: Sequence[int], num_workers: int = 0,
+    rows: TokenizedRows,
+    collate: Collate,
+    batch_size: int,
+    order: Sequence[int],
+    num_workers: int = 0,
     num_batches: int = 0,
-) -> DataLoader[Any]:  # fmt: skip
+) -> DataLoader[Any]:
     """Return a data loader over the rows with the indices `order`. It does not change the global random state.
 
     Of `num_batches`, at most one more than needed, the last two share the last rows.

@@ -121,9 +121,13 @@ def measure_validation_geometry(passes: EvaluationPasses, rows: TokenizedRows) -
 
 
 def compute_isoscore_star_by_layer(
-    passes: EvaluationPasses, validation: TokenizedRows, train: TokenizedRows, zeta: float, seed: int,
+    passes: EvaluationPasses,
+    validation: TokenizedRows,
+    train: TokenizedRows,
+    zeta: float,
+    seed: int,
     num_points: int = NUM_POINTS,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     r"""Compute IsoScore\* of each layer and their union, as in Figures 3 and 6 of *Stable Anisotropic Regularization*.
 
     The score is the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S` (Algorithm 1 of the paper).
