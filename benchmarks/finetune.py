@@ -156,10 +156,11 @@ def default_model(task: str) -> str | None:
 
 def count_training_examples(options: argparse.Namespace) -> int:
     """Return the number of training examples of the task."""
-    from istar.finetune.tasks.loading import load_splits
+    from istar.finetune.tasks.loading import find_source, read_splits
     from istar.runs.tasks import TASKS
 
-    return len(load_splits(TASKS[options.task], options.data_dir, ["train"])["train"])
+    spec = TASKS[options.task]
+    return len(read_splits(find_source(spec, options.data_dir, ["train"]), spec, ["train"])["train"])
 
 
 def train_in_new_process(
@@ -226,7 +227,7 @@ def train_by_trainer(settings: argparse.Namespace) -> float:
     from istar.finetune.execute.build_config import build_config
     from istar.finetune.execute.build_model import build_model, build_tokenizer
     from istar.finetune.tasks import metrics
-    from istar.finetune.tasks.loading import load_splits
+    from istar.finetune.tasks.loading import find_source, read_splits
     from istar.runs.tasks import TASKS
 
     spec = TASKS[settings.task]
@@ -235,7 +236,8 @@ def train_by_trainer(settings: argparse.Namespace) -> float:
     transformers.set_seed(settings.seed)
     encoder_config = build_config(model_config, spec, tokenizer)
     model = build_model(model_config, spec, encoder_config, tokenizer)
-    splits = load_splits(spec, settings.data_dir, ["train", "validation"])
+    names = ["train", "validation"]
+    splits = read_splits(find_source(spec, settings.data_dir, names), spec, names)
     is_padded = settings.name == "padded"
 
     def tokenized(name: str, limit: int | None) -> Any:

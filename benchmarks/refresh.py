@@ -39,8 +39,8 @@ from benchmarks.common import (
 )
 from istar.finetune.config import TrainerConfig
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import ShrinkageCovariance
 from istar.finetune.training.data import build_evaluation_loader
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.trainer import build_bare_trainer
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings
 from istar.measures.isoscores import unchecked_isoscore

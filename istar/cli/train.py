@@ -25,7 +25,7 @@ from istar.finetune.config import Config, schema
 from istar.finetune.config.options import config_folder
 from istar.finetune.execute import extras
 from istar.finetune.processes import launch, ranks
-from istar.finetune.processes.process_count import processes_to_start
+from istar.finetune.processes.ranks import processes_to_start
 from istar.finetune.sweeps.trials import allow_options_without_key
 
 SECONDS_FOR_RANK_ZERO = 10.0

@@ -203,8 +203,8 @@ def check_runs_folder(root: Path) -> None:
 def read_result(folder: Path) -> RunRecord:
     """Read the record in a run's folder.
 
-    Raises:
-        UserError: if `result.json` is missing, unreadable, incomplete, in another format version or has wrong types.
+    Raises a `UserError` if `result.json` is missing, unreadable, incomplete, in another format version or has wrong
+    types.
     """
     path = folder / RESULT
     try:
@@ -240,8 +240,7 @@ def _find_gap(record: RunRecord) -> str:
 def read_unfinished(folder: Path) -> RunRecord:
     """Return a record with the status `unfinished`, and with the config and the key of a run without a `result.json`.
 
-    Raises:
-        UserError: if `config.yaml` or the key is missing or cannot be read, or is not from a run.
+    Raises a `UserError` if `config.yaml` or the key is missing or cannot be read, or is not from a run.
     """
     path = folder / CONFIG
     config = read_record(path, _Settings, "a config")

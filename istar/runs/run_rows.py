@@ -35,30 +35,15 @@ def record_to_row(record: RunRecord) -> dict[str, Any]:
     """
     config, headline = record.config, record.headline
     isoscore_before, isoscore_after = (record.isotropy.get(stage, {}).get("union") for stage in ("before", "after"))
+    metric = headline.get("metric")
     column_values = (
-        record.name,
-        record.status,
-        config["task"]["name"],
-        shorten_model_name(config["model"]["name"]),
-        record.key.label,
-        config["seed"],
-        headline.get("metric"),
-        headline.get("value"),
-        record.selection_value,
-        headline.get("epoch"),
-        record.baseline.get(headline.get("metric", "")),
-        any(record.collapsed.values()) if record.collapsed else None,
-        isoscore_before,
-        isoscore_after,
-        record.timing.get("total"),
-        record.skipped_steps,
-        record.error,
-        record.key.data,
-        record.timing.get("began"),
-        record.versions.get("istar"),
-        record.code_commit,
+        record.name, record.status, config["task"]["name"], shorten_model_name(config["model"]["name"]),
+        record.key.label, config["seed"], metric, headline.get("value"), record.selection_value, headline.get("epoch"),
+        record.baseline.get(metric or ""), any(record.collapsed.values()) if record.collapsed else None,
+        isoscore_before, isoscore_after, record.timing.get("total"), record.skipped_steps, record.error,
+        record.key.data, record.timing.get("began"), record.versions.get("istar"), record.code_commit,
         record.code_modified,
-    )
+    )  # fmt: skip
     metrics = {f"validation.{name}": value for name, value in record.metrics.items()}
     settings = {key: value for key, value in flatten_settings(config).items() if "." in key}
     return {**dict(zip(RUN_COLUMNS, column_values, strict=True)), **metrics, **settings}

@@ -22,7 +22,6 @@ class Split:
 
     @property
     def is_shipped_separately(self) -> bool:
-        """Whether the benchmark ships this set separately from the others."""
         return bool(self.stems)
 
 
@@ -59,7 +58,6 @@ class TaskSpec:
 
     @property
     def splits(self) -> list[str]:
-        """Names of all splits: training, validation and test."""
         return [self.train, *(split.name for split in (*self.validation, *self.test))]
 
     @property
@@ -87,164 +85,89 @@ def _make_glue_spec(
 ) -> TaskSpec:
     settings.setdefault("test", (Split("test", submission=f"{folder}.tsv"),))
     return TaskSpec(
-        name=name,
-        hub=("nyu-mll/glue", name),
-        text_columns=tuple(text_columns),
-        files="tsv",
-        folders=(folder, f"glue_data/{folder}"),
-        tsv_columns={**text_columns, "label": label},
-        **settings,
-    )
+        name, hub=("nyu-mll/glue", name), text_columns=tuple(text_columns), files="tsv",
+        folders=(folder, f"glue_data/{folder}"), tsv_columns={**text_columns, "label": label}, **settings,
+    )  # fmt: skip
 
 
 _SPECS = (
     _make_glue_spec(
-        "cola",
-        "CoLA",
-        {"sentence": "sentence"},
-        tsv_header=("source", "label", "mark", "sentence"),
-        labels=("unacceptable", "acceptable"),
-        metrics=("matthews_correlation", "accuracy"),
+        "cola", "CoLA", {"sentence": "sentence"}, tsv_header=("source", "label", "mark", "sentence"),
+        labels=("unacceptable", "acceptable"), metrics=("matthews_correlation", "accuracy"),
         headline="matthews_correlation",
     ),
     _make_glue_spec("sst2", "SST-2", {"sentence": "sentence"}, labels=("negative", "positive")),
     _make_glue_spec(
-        "mrpc",
-        "MRPC",
-        {"sentence1": "#1 String", "sentence2": "#2 String"},
-        label="Quality",
-        labels=("not_equivalent", "equivalent"),
-        metrics=("accuracy", "f1"),
+        "mrpc", "MRPC", {"sentence1": "#1 String", "sentence2": "#2 String"}, label="Quality",
+        labels=("not_equivalent", "equivalent"), metrics=("accuracy", "f1"),
     ),
     _make_glue_spec(
-        "stsb",
-        "STS-B",
-        {"sentence1": "sentence1", "sentence2": "sentence2"},
-        label="score",
-        kind="regression",
-        metrics=("pearson", "spearman"),
-        headline="pearson",
+        "stsb", "STS-B", {"sentence1": "sentence1", "sentence2": "sentence2"}, label="score", kind="regression",
+        metrics=("pearson", "spearman"), headline="pearson",
     ),
     _make_glue_spec(
-        "qqp",
-        "QQP",
-        {"question1": "question1", "question2": "question2"},
-        label="is_duplicate",
-        labels=("not_duplicate", "duplicate"),
-        metrics=("accuracy", "f1"),
+        "qqp", "QQP", {"question1": "question1", "question2": "question2"}, label="is_duplicate",
+        labels=("not_duplicate", "duplicate"), metrics=("accuracy", "f1"),
     ),
     _make_glue_spec(
-        "mnli",
-        "MNLI",
-        {"premise": "sentence1", "hypothesis": "sentence2"},
-        label="gold_label",
-        labels=("entailment", "neutral", "contradiction"),
+        "mnli", "MNLI", {"premise": "sentence1", "hypothesis": "sentence2"}, label="gold_label",
+        labels=("entailment", "neutral", "contradiction"), submit_labels=True,
         validation=(Split("validation_matched"), Split("validation_mismatched", suffix="mismatched")),
         test=(
             Split("test_matched", submission="MNLI-m.tsv"),
             Split("test_mismatched", suffix="mismatched", submission="MNLI-mm.tsv"),
             # GLUE's diagnostic set, for models that were trained on MNLI.
             Split(
-                "ax",
-                suffix="ax",
-                submission="AX.tsv",
-                stems=("AX", "../AX/AX", "../diagnostic/diagnostic"),
+                "ax", suffix="ax", submission="AX.tsv", stems=("AX", "../AX/AX", "../diagnostic/diagnostic"),
                 hub=("ax", "test"),
             ),
         ),
+    ),
+    _make_glue_spec(
+        "qnli", "QNLI", {"question": "question", "sentence": "sentence"}, labels=("entailment", "not_entailment"),
         submit_labels=True,
     ),
     _make_glue_spec(
-        "qnli",
-        "QNLI",
-        {"question": "question", "sentence": "sentence"},
-        labels=("entailment", "not_entailment"),
-        submit_labels=True,
+        "rte", "RTE", {"sentence1": "sentence1", "sentence2": "sentence2"}, labels=("entailment", "not_entailment"),
+        max_length=256, submit_labels=True,
     ),
     _make_glue_spec(
-        "rte",
-        "RTE",
-        {"sentence1": "sentence1", "sentence2": "sentence2"},
-        labels=("entailment", "not_entailment"),
-        max_length=256,
-        submit_labels=True,
-    ),
-    _make_glue_spec(
-        "wnli",
-        "WNLI",
-        {"sentence1": "sentence1", "sentence2": "sentence2"},
-        labels=("not_entailment", "entailment"),
+        "wnli", "WNLI", {"sentence1": "sentence1", "sentence2": "sentence2"}, labels=("not_entailment", "entailment")
     ),
     TaskSpec(
-        name="sst5",
-        text_columns=("text",),
-        labels=("very negative", "negative", "neutral", "positive", "very positive"),
-        hub=("SetFit/sst5", None),
-        test=(Split("test"),),
-        files="trees",
-        folders=("trees", "sst/trees"),
+        "sst5", text_columns=("text",), labels=("very negative", "negative", "neutral", "positive", "very positive"),
+        hub=("SetFit/sst5", None), test=(Split("test"),), files="trees", folders=("trees", "sst/trees"),
     ),
     TaskSpec(
-        name="squad",
-        kind="span",
-        text_columns=("question", "context"),
-        metrics=("squad",),
-        headline="f1",
-        hub=("rajpurkar/squad", None),
-        files="squad",
-        label_column="answers",
-        max_length=384,
+        "squad", kind="span", text_columns=("question", "context"), metrics=("squad",), headline="f1",
+        hub=("rajpurkar/squad", None), files="squad", label_column="answers", max_length=384,
     ),
     TaskSpec(
-        name="demo",
-        text_columns=("sentence1", "sentence2"),
-        labels=("disagree", "agree"),
-        metrics=("accuracy", "f1"),
-        test=(Split("test"),),
-        max_length=64,
+        "demo", text_columns=("sentence1", "sentence2"), labels=("disagree", "agree"), metrics=("accuracy", "f1"),
+        test=(Split("test"),), max_length=64,
     ),
     TaskSpec(
-        name="demo_sentence",
-        text_columns=("sentence",),
-        labels=("negative", "positive"),
-        metrics=("accuracy", "matthews_correlation"),
-        test=(Split("test"),),
-        max_length=64,
+        "demo_sentence", text_columns=("sentence",), labels=("negative", "positive"),
+        metrics=("accuracy", "matthews_correlation"), test=(Split("test"),), max_length=64,
     ),
     TaskSpec(
-        name="demo_regression",
-        kind="regression",
-        text_columns=("sentence1", "sentence2"),
-        metrics=("pearson", "spearman"),
-        headline="pearson",
-        test=(Split("test"),),
-        max_length=64,
+        "demo_regression", kind="regression", text_columns=("sentence1", "sentence2"), metrics=("pearson", "spearman"),
+        headline="pearson", test=(Split("test"),), max_length=64,
     ),
     TaskSpec(
-        name="demo_span",
-        kind="span",
-        text_columns=("question", "context"),
-        metrics=("squad",),
-        headline="f1",
-        label_column="answers",
-        max_length=64,
+        "demo_span", kind="span", text_columns=("question", "context"), metrics=("squad",), headline="f1",
+        label_column="answers", max_length=64,
     ),
-)
+)  # fmt: skip
 
 
 def _make_language_modelling_specs(name: str, kind: Kind, metrics: tuple[str, ...]) -> list[TaskSpec]:
-    """Return the specifications of a task on any text (by default generated), WikiText-2 and WikiText-103."""
     task = TaskSpec(
         name, text_columns=("text",), kind=kind, metrics=metrics, headline="perplexity", files="text", max_length=128
     )
-    corpora = (("wikitext2", "wikitext-2-raw-v1"), ("wikitext103", "wikitext-103-raw-v1"))
-    return [
-        task,
-        *(
-            replace(task, name=f"{name}_{corpus}", hub=("Salesforce/wikitext", configuration))
-            for corpus, configuration in corpora
-        ),
-    ]
+    hub = "Salesforce/wikitext"
+    wikitext2 = replace(task, name=f"{name}_wikitext2", hub=(hub, "wikitext-2-raw-v1"))
+    return [task, wikitext2, replace(task, name=f"{name}_wikitext103", hub=(hub, "wikitext-103-raw-v1"))]
 
 
 _LANGUAGE_MODELLING_SPECS = (

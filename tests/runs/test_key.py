@@ -12,7 +12,6 @@ import pytest
 
 from istar.finetune.config.penalties import PENALTIES
 from istar.finetune.sweeps.planned_runs import make_entry
-from istar.finetune.sweeps.trials import Trial
 from istar.reports.configurations import add_selection_columns
 from istar.reports.run_frame import MAIN_COLUMNS, list_default_columns, read_runs
 from istar.runs.key import RunKey, flatten_settings
@@ -110,7 +109,7 @@ def test_every_penalty_has_a_name_in_tables() -> None:
 def test_the_live_table_names_methods_in_full(composed: Any, reg: str) -> None:
     config = composed("task=rte", f"reg={reg}", "reg.lambda=0.5")
     key = make_key(config)
-    entry = make_entry(Trial(("seed=1",), config, "run", key))
+    entry = make_entry("run", ("seed=1",), config, key)
     assert entry.group == ("rte", "bert-base-cased", key.method_name)
     assert (key.method, key.label) == (reg, entry.method)
     assert key.label.startswith(entry.method_name)

@@ -16,7 +16,7 @@ import yaml
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.files.parsing import MAX_DEPTH, parse_json, read_json, read_yaml
-from istar.finetune.execute.finished_runs import read_finished_run
+from istar.finetune.execute.identify import read_finished_run
 from istar.finetune.sweeps import live_table, sweep_plan
 from istar.models.saved_checkpoints import find_checkpoints
 from istar.reports import report

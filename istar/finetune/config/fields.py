@@ -1,7 +1,7 @@
 """Metadata of the fields of a run's config: their keys on the command line, and when a value matters to the outcome."""
 
 from collections.abc import Callable
-from dataclasses import Field
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 FURTHER_KEYS = {"further_keys": True}
@@ -20,17 +20,22 @@ def matters(*, if_: Callable[[Any], bool] | None = None, as_: Callable[[Any], An
     return {"matters_if": if_, "matters_as": as_}
 
 
-def value_that_counts(option: "Field[Any]", group: Any, config: Any) -> Any:
-    """Return the value of a field of a group of a `Config`, or the one that counts instead, see `matters`."""
-    is_used, find_value = option.metadata.get("matters_if"), option.metadata.get("matters_as")
-    if find_value is not None:
-        return find_value(config)
-    return getattr(group, option.name) if is_used is None or is_used(config) else option.default
-
-
-def never_matters(option: "Field[Any]") -> bool:
-    """Return whether a field does not change the outcome of a run, or only through its data or its model."""
-    return "never_matters" in option.metadata
+def values_that_count(group: Any, config: Any) -> dict[str, Any]:
+    """Return the values of a group of a `Config` that count, by key; see `matters`."""
+    settings: dict[str, Any] = {}
+    for option in fields(group):
+        is_used, find_value = option.metadata.get("matters_if"), option.metadata.get("matters_as")
+        if "never_matters" in option.metadata:
+            continue
+        if find_value is not None:
+            value = find_value(config)
+        else:
+            value = getattr(group, option.name) if is_used is None or is_used(config) else option.default
+        if collects_further_keys(option):
+            settings |= value
+        else:
+            settings[key_of(option)] = values_that_count(value, config) if is_dataclass(value) else value
+    return settings
 
 
 def collects_further_keys(option: "Field[Any]") -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, did_you_mean
-from istar.finetune.config.fields import NEVER_MATTERS, collects_further_keys, matters
+from istar.finetune.config.fields import NEVER_MATTERS, collects_further_keys, matters, values_that_count
 from istar.finetune.config.model_config import ModelConfig
 from istar.finetune.config.optim_config import OPTIMIZERS, OptimConfig
 from istar.finetune.config.output_config import RunConfig
@@ -63,26 +63,32 @@ class Config:
         return self.data.batch_size * (self.trainer.num_processes if self.is_exact_in_parallel else 1)
 
     def _check_stream(self) -> None:
-        """Raise a `UserError` if a setting needs the length of the training data, which a stream does not have."""
         if self.trainer.max_steps is None:
             raise UserError("task.stream=true needs trainer.max_steps, because a stream has no length")
         interval, train_limit = self.trainer.val_check_interval, self.trainer.limit_train_batches
+        is_unlimited = type(train_limit) is float and train_limit == 1
+        is_counted = type(interval) is int or interval == 1
         advice_by_key = {
             "task.limit_train": (self.task.limit_train, "set null, and end the training by trainer.max_steps"),
             "task.validation_fraction": (self.task.validation_fraction, "set null"),
             "data.num_workers": (self.data.num_workers or None, "set 0: each process reads its own shards"),
-            "trainer.limit_train_batches": (
-                train_limit if type(train_limit) is int or train_limit != 1 else None,
-                "use trainer.max_steps",
-            ),
-            "trainer.val_check_interval": (
-                None if type(interval) is int or interval == 1 else interval,
-                "give a whole number of batches",
-            ),
+            "trainer.limit_train_batches": (None if is_unlimited else train_limit, "use trainer.max_steps"),
+            "trainer.val_check_interval": (None if is_counted else interval, "give a whole number of batches"),
         }
         for key, (value, advice) in advice_by_key.items():
             if value is not None:
                 raise UserError(f"{key}={value} does not work with task.stream=true; {advice}")
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return what decides the outcome of a run besides its data and its model, as plain data.
+
+    Configs with equal settings describe the same run. The groups and keys are those of the command line. Fields that
+    never matter are left out, and a value without an effect is replaced by the one that counts; the metadata of each
+    field says which, see `istar.finetune.config.fields.matters`. A penalty of weight 0 counts as `reg=none`.
+    Raises a `UserError` if `find_task_spec` refuses the task.
+    """
+    return values_that_count(config, config)
 
 
 def check_keys(overrides: Iterable[str]) -> None:

@@ -97,7 +97,6 @@ class ModelConfig:
 
     @property
     def trains_tokenizer(self) -> bool:
-        """Whether the tokenizer is trained on the task's text."""
         return self.tokenizer == TRAIN
 
     def _check_architecture(self) -> None:

@@ -3,7 +3,6 @@
 A new penalty needs its class in `istar.regularizers`, a dataclass here and an entry in `PENALTIES`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,16 +44,15 @@ WITH_SIGMA_S = matters(if_=lambda config: config.reg.effective_zeta != 0)
 class CosRegConfig(PenaltyConfig):
     """The CosReg penalty (Gao et al., 2019), the average cosine of the hidden states of the selected layers."""
 
+    kind = CosReg
     name: str = "cosreg"
-
-    def make(self) -> CosReg:
-        return CosReg(**self.shared_options)
 
 
 @dataclass
 class IStarConfig(PenaltyConfig):
     r"""The I-STAR penalty (Rudman and Eickhoff, 2024): 1 - IsoScore\* of the union of the selected layers."""
 
+    kind = IStar
     name: str = "istar"
     weight: float = weight_field(IStar.weight)
     """Weight of the penalty (lambda), any finite number. Positive weights increase isotropy, and negative ones decrease
@@ -83,19 +81,8 @@ class IStarConfig(PenaltyConfig):
         return self.zeta if self.estimator == "shrinkage" and self.is_on_hidden_states else 0.0
 
     @property
-    def shared_options(self) -> dict[str, Any]:
-        options = {"zeta": self.effective_zeta, "estimator": self.estimator, "compute": self.compute}
-        return super().shared_options | options
-
-    def make(self) -> IStar:
-        return IStar(**self.shared_options)
-
-    def make_settings(self, special_ids: Sequence[int], seed: int) -> PenaltySettings:
-        return replace(
-            super().make_settings(special_ids, seed),
-            refresh_every_n_steps=self.refresh_every_n_steps,
-            num_points=self.num_points,
-        )
+    def options(self) -> dict[str, Any]:
+        return super().options | {"zeta": self.effective_zeta}
 
     def check(self) -> None:
         check_zeta(self.zeta)  # even where it has no effect
@@ -113,6 +100,7 @@ class IStarConfig(PenaltyConfig):
 class VicRegConfig(PenaltyConfig):
     """The variance and covariance terms of VICReg (Bardes et al., 2022)."""
 
+    kind = VicReg
     name: str = "vicreg"
     variance_weight: float = VicReg.variance_weight
     """Weight of the variance term (the paper's mu), which keeps the standard deviation of each dimension up."""
@@ -121,69 +109,51 @@ class VicRegConfig(PenaltyConfig):
     gamma: float = VicReg.gamma
     """Standard deviation below which a dimension is penalized, above 0."""
 
-    def make(self) -> VicReg:
-        return VicReg(
-            variance_weight=self.variance_weight,
-            covariance_weight=self.covariance_weight,
-            gamma=self.gamma,
-            **self.shared_options,
-        )
-
 
 @dataclass
 class DecorrelationConfig(PenaltyConfig):
     """The sum of the squared correlations between different dimensions (Zbontar et al., 2021)."""
 
+    kind = Decorrelation
     name: str = "decorrelation"
     weight: float = weight_field(Decorrelation.weight)
-
-    def make(self) -> Decorrelation:
-        return Decorrelation(**self.shared_options)
 
 
 @dataclass
 class GorConfig(PenaltyConfig):
     """Global orthogonal regularization (Zhang et al., 2017) of the union of the selected layers."""
 
+    kind = Gor
     name: str = "gor"
-
-    def make(self) -> Gor:
-        return Gor(**self.shared_options)
 
 
 @dataclass
 class UniformityConfig(PenaltyConfig):
     """The uniformity loss (Wang and Isola, 2020) of all pairs of different points."""
 
+    kind = Uniformity
     name: str = "uniformity"
     temperature: float = Uniformity.temperature
     """The factor t of the squared distances, above 0; 2 in the paper."""
-
-    def make(self) -> Uniformity:
-        return Uniformity(temperature=self.temperature, **self.shared_options)
 
 
 @dataclass
 class KurtosisConfig(PenaltyConfig):
     """The squared deviation of the kurtosis of the hidden states from a target (Shkolnik et al., 2020)."""
 
+    kind = Kurtosis
     name: str = "kurtosis"
     target_score: float | str | None = UNIFORM.score
-
-    def make(self) -> Kurtosis:
-        return Kurtosis(**self.shared_options)
 
 
 @dataclass
 class SimCtgConfig(PenaltyConfig):
     """The contrastive loss of SimCTG (Su et al., 2022) between the tokens of a sequence."""
 
+    kind = SimCtg
     name: str = "simctg"
     margin: float = SimCtg.margin
     """Cosines of different tokens above 1 - margin are penalized; from -1 to 1 (the paper's rho)."""
-
-    def make(self) -> SimCtg:
-        return SimCtg(margin=self.margin, **self.shared_options)
 
     def check(self) -> None:
         super().check()
@@ -200,59 +170,42 @@ class SimCtgConfig(PenaltyConfig):
 class SigRegConfig(PenaltyConfig):
     """SIGReg of LeJEPA (Balestriero and LeCun, 2025). It pulls the points to mean 0 and covariance I."""
 
+    kind = SigReg
     name: str = "sigreg"
     directions: int = SigReg.directions
     """Number of random directions (K), new in each micro-batch."""
     seed: int = SigReg.seed
     """Seed of the directions, equal on all processes."""
 
-    def make(self) -> SigReg:
-        return SigReg(directions=self.directions, seed=self.seed, **self.shared_options)
-
 
 @dataclass
 class SpectrumConfig(PenaltyConfig):
     """The mean squared deviation of the singular values from a prescribed decay, after Wang et al. (2020)."""
 
+    kind = Spectrum
     name: str = "spectrum"
     decay: str = Spectrum.decay
     """Decay of the prescribed singular values, relative to the largest: polynomial or exponential."""
     rate: float = Spectrum.rate
     """Rate r of the decay: the k-th of d values is k^-r, or exp(-r (k - 1) / (d - 1)); 0 is a flat spectrum."""
 
-    def make(self) -> Spectrum:
-        return Spectrum(decay=self.decay, rate=self.rate, **self.shared_options)
-
 
 @dataclass
 class RandomDirectionConfig(IStarConfig):
     """A placebo: I-STAR with the gradient of each point rotated at random, with the same norm."""
 
+    kind = RandomDirection
     name: str = "random_direction"
     seed: int = RandomDirection.seed
     """Seed of the rotation, equal on all processes."""
-
-    def make(self) -> RandomDirection:
-        return RandomDirection(seed=self.seed, **self.shared_options)
 
 
 PENALTIES: dict[str, type[RegConfig]] = {
     kind.name: kind
     for kind in (
-        NoRegConfig,
-        CosRegConfig,
-        IStarConfig,
-        VicRegConfig,
-        DecorrelationConfig,
-        GorConfig,
-        UniformityConfig,
-        KurtosisConfig,
-        SimCtgConfig,
-        SigRegConfig,
-        SpectrumConfig,
-        RandomDirectionConfig,
-        WeightDecayConfig,
+        NoRegConfig, CosRegConfig, IStarConfig, VicRegConfig, DecorrelationConfig, GorConfig, UniformityConfig,
+        KurtosisConfig, SimCtgConfig, SigRegConfig, SpectrumConfig, RandomDirectionConfig, WeightDecayConfig,
         DropoutConfig,
     )
-}
+}  # fmt: skip
 """The dataclass of each option of the config group `reg`."""

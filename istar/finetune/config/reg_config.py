@@ -1,10 +1,9 @@
 """What the options of the group `reg` have in common: those without a penalty, and the base class of penalties."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -46,8 +45,7 @@ class RegConfig:
             seed: seed of the samples of embedding rows and points.
             precision: `trainer.precision`, except auto.
 
-        Raises:
-            UserError: if the model lacks what is penalized.
+        Raises a `UserError` if the model lacks what is penalized.
         """
         return None
 
@@ -78,7 +76,6 @@ class WeightDecayConfig(RegConfig):
         check_range("reg.lambda", self.weight, minimum=0, is_exclusive=True)
 
     def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the placebo, which replaces the default."""
         return self.weight
 
 
@@ -95,7 +92,6 @@ class DropoutConfig(RegConfig):
             raise UserError(f"reg.lambda={self.weight:g}; with reg=dropout, expected a probability between 0 and 1")
 
     def attach(self, model: Any, special_ids: Sequence[int], seed: int, precision: str) -> None:
-        """Set the dropout probability of the model; see `RegConfig.attach`."""
         set_dropout(model, self.weight)
 
 
@@ -105,9 +101,10 @@ def weight_field(default: float) -> Any:
 
 
 @dataclass
-class PenaltyConfig(RegConfig, ABC):
-    """The options of all penalties. A subclass has the options of one penalty, and builds it in `make`."""
+class PenaltyConfig(RegConfig):
+    """The options of all penalties. A subclass has the class of one penalty, and its options under the same names."""
 
+    kind: ClassVar[type[Penalty]]
     weight: float = weight_field(Penalty.weight)
     """Weight of the penalty (lambda), any finite number. With 0 there is no penalty."""
     layers: Layers = field(default=Penalty.layers, metadata=ON_HIDDEN_STATES)
@@ -151,7 +148,6 @@ class PenaltyConfig(RegConfig, ABC):
 
     @property
     def is_on_hidden_states(self) -> bool:
-        """Whether the penalty is on hidden states rather than on an embedding matrix."""
         return self.target == HIDDEN_STATES
 
     @property
@@ -169,39 +165,23 @@ class PenaltyConfig(RegConfig, ABC):
 
     @property
     def set_point(self) -> SetPoint | None:
-        """The target of the score, or None."""
         return None if self.target_score is None else SetPoint(self.target_score, self.side, self.target_batches)
 
     @property
-    def shared_options(self) -> dict[str, Any]:
-        """The options of `Penalty`, which all penalties have, by name."""
-        return {
-            "weight": self.effective_weight,
-            "layers": self.layers,
-            "include_padding": self.include_padding,
-            "sync": self.sync,
-            "set_point": self.set_point,
-        }
+    def options(self) -> dict[str, Any]:
+        return self._select_options(self.kind) | {"weight": self.effective_weight}
 
-    @abstractmethod
+    def _select_options(self, target: type[Any]) -> dict[str, Any]:
+        names = [option.name for option in fields(target) if option.init and hasattr(self, option.name)]
+        return {name: getattr(self, name) for name in names}
+
     def make(self) -> Penalty:
-        """Build the penalty.
-
-        Raises:
-            OptionError: for an option that it refuses.
-        """
+        return self.kind(**self.options)
 
     def make_settings(self, special_ids: Sequence[int], seed: int) -> PenaltySettings:
         """Return how the trainer uses the penalty; see `RegConfig.attach` for the arguments."""
-        return PenaltySettings(
-            points=Points(self.points, self.max_norm_ratio, special_ids),
-            target=self.target,
-            rows=self.rows,
-            sample=self.sample,
-            seed=seed,
-            schedule=self.schedule,
-            warmup=self.warmup,
-        )
+        points = Points(self.points, self.max_norm_ratio, special_ids)
+        return PenaltySettings(**self._select_options(PenaltySettings) | {"points": points, "seed": seed})
 
     def for_precision(self, precision: str) -> "PenaltyConfig":
         """Return the options for a run with this `trainer.precision`; by default, they do not depend on it."""

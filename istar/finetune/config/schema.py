@@ -78,13 +78,15 @@ def register_sweeps() -> None:
 def load(config: Mapping[str, Any]) -> Config:
     """Convert a composed config, as a DictConfig or as dictionaries, to dataclasses, which check the values.
 
-    Raises:
-        UserError: if a key is missing or unknown, or a value is not allowed.
+    Raises a `UserError` if a key is missing or unknown, or a value is not allowed.
     """
     values = _to_plain_data(config) if isinstance(config, DictConfig) else dict(config)
     values.pop("sweep", None)
-    selected_classes = {group: _select_class(group, options, values) for group, options in OPTIONS_BY_GROUP.items()}
-    class_by_group = {**_GROUPS, **selected_classes}
+    class_by_group = dict(_GROUPS)
+    for group, class_by_name in OPTIONS_BY_GROUP.items():
+        name = find_option(group, values)
+        check_one_of(f"{group}.name", name, tuple(class_by_name))
+        class_by_group[group] = class_by_name[name]
     _check_known_keys("", values, ["seed", *class_by_group])
     config_by_group = {
         name: _build_dataclass(name, config_class, _get_group(values, name))
@@ -94,11 +96,7 @@ def load(config: Mapping[str, Any]) -> Config:
 
 
 def load_sweep(config: DictConfig) -> SweepConfig:
-    """Convert the `sweep` group of a composed config to its dataclass, which checks the values.
-
-    Raises:
-        UserError: if a key is missing or unknown, or a value is not allowed.
-    """
+    """Convert the `sweep` group of a composed config to its dataclass; see `load`."""
     return _build_dataclass("sweep", SweepConfig, OmegaConf.to_container(config.sweep, resolve=True))  # type: ignore[arg-type]
 
 
@@ -152,9 +150,9 @@ def explain(error: Exception) -> str:
         cause = cause.__cause__
     message = str(cause)
     key_match = re.search(r"full_key: (\S+)", message)
-    headline = " ".join(message.split("\n    full_key")[0].split())
     if key_match is None:
         return " ".join(str(error).split())
+    headline = " ".join(message.split("\n    full_key")[0].split())
     if "does not support deletion" in headline:
         return _describe_missing_key(key_match[1])
     if "not in" in headline:
@@ -180,13 +178,9 @@ def _explain_unknown_key(key: str) -> str:
         return _describe_missing_key(key)
     if key in ("experiment", "debug"):
         return f"{key}: there is no such key; a file of {key}/ needs the first line `{PACKAGE_LINE}`"
-    keys_with_same_name = [name for name in known_keys if name.partition(".")[2] == key]
-    hint = (
-        f"; did you mean {keys_with_same_name[0]}?"
-        if keys_with_same_name
-        else did_you_mean(key, [*known_keys, *_GROUPS, *OPTIONS_BY_GROUP])
-    )
-    return describe_unknown_key(key, hint)
+    if namesakes := [name for name in known_keys if name.partition(".")[2] == key]:
+        return describe_unknown_key(key, f"; did you mean {namesakes[0]}?")
+    return describe_unknown_key(key, did_you_mean(key, [*known_keys, *_GROUPS, *OPTIONS_BY_GROUP]))
 
 
 def _describe_missing_key(key: str) -> str:
@@ -194,19 +188,12 @@ def _describe_missing_key(key: str) -> str:
 
 
 def _list_known_keys() -> list[str]:
-    classes_by_group = [
-        *_GROUPS.items(),
-        ("sweep", SweepConfig),
-        *((group, option) for group, options in OPTIONS_BY_GROUP.items() for option in options.values()),
-    ]
-    return [
-        "seed",
-        *(key for group, config_class in classes_by_group for key in _list_cli_keys(group, config_class)),
-    ]
+    options = [(group, option) for group, options in OPTIONS_BY_GROUP.items() for option in options.values()]
+    classes_by_group = [*_GROUPS.items(), ("sweep", SweepConfig), *options]
+    return ["seed", *(key for group, config_class in classes_by_group for key in _list_cli_keys(group, config_class))]
 
 
 def _list_cli_keys(group: str, config_class: Any) -> list[str]:
-    """Return the keys of a config dataclass on the command line, such as `optim.lr`."""
     return [f"{group}.{key}" for key in _list_fields(config_class)[0]]
 
 
@@ -249,11 +236,7 @@ def _to_plain_data(config: DictConfig) -> dict[str, Any]:
 
 
 def find_option(group: str, config: Mapping[str, Any]) -> str:
-    """Return the option of a group in a config: its `name`, except for `torch`, whose name is a class.
-
-    Raises:
-        UserError: if the group or its name is missing, or the group is not a mapping.
-    """
+    """Return the option of a group in a config: its `name`, except for `torch`, whose name is a class."""
     values = _get_group(config, group)
     return "torch" if group == "optim" and "arguments" in values else str(_get_value(values, "name", f"{group}."))
 
@@ -277,22 +260,15 @@ def _get_value(values: Mapping[str, Any], key: str, prefix: str = "") -> Any:
     return values[key]
 
 
-def _select_class(group: str, class_by_name: dict[str, Any], values: dict[str, Any]) -> Any:
-    name = find_option(group, values)
-    check_one_of(f"{group}.name", name, tuple(class_by_name))
-    return class_by_name[name]
-
-
 def _check_known_keys(prefix: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    unknown_keys = sorted(set(keys) - set(known))
-    if unknown_keys:
+    if unknown_keys := sorted(set(keys) - set(known)):
         raise UserError(_explain_unknown_key(prefix + unknown_keys[0]))
 
 
 def _build_dataclass(group: str, config_class: type[T], values: Mapping[str, Any]) -> T:
     field_by_key, further_field = _list_fields(config_class)  # type: ignore[arg-type]
     arguments: dict[str, Any] = {
-        option.name: _convert_number(_get_value(values, key, f"{group}."), option.type)
+        option.name: _convert_value(_get_value(values, key, f"{group}."), option)
         for key, option in field_by_key.items()
     }
     if further_field is None:
@@ -302,12 +278,16 @@ def _build_dataclass(group: str, config_class: type[T], values: Mapping[str, Any
     return config_class(**arguments)
 
 
-def _convert_number(value: Any, field_type: Any) -> Any:
-    """Return the value of a field that is a number or a word, such as zeta, as a float if it is a number.
+def _convert_value(value: Any, option: "Field[Any]") -> Any:
+    """Return the value of a field; nodes of OmegaConf have converted those with a single type.
 
-    Nodes of OmegaConf convert the values of all other fields.
+    Null is the default of a number or fraction of batches, as in Lightning. Numbers become floats in a field that may
+    also be a word, such as zeta.
     """
-    if not {float, str} <= {*get_args(field_type)} or isinstance(value, bool):
+    types = {*get_args(option.type)}
+    if value is None and types == {int, float}:
+        return option.default
+    if not {float, str} <= types or isinstance(value, bool):
         return value
     try:
         return float(value)

@@ -92,9 +92,8 @@ class DataConfig:
 def find_task_spec(config: TaskConfig) -> TaskSpec:
     """Return the specification of a config's task; `validation_fraction` adds `HELD_OUT` to its validation sets.
 
-    Raises:
-        UserError: if the task is unknown, `task.submission=true` and the task lacks a submission file, or
-            `task.stream=true` and the task is not language modelling.
+    Raises a `UserError` if the task is unknown, `task.submission=true` and the task lacks a submission file, or
+    `task.stream=true` and the task is not language modelling.
     """
     spec = TASKS.get(config.name)
     if spec is None:
@@ -110,5 +109,4 @@ def find_task_spec(config: TaskConfig) -> TaskSpec:
 
 
 def _find_special_max_length(config: TaskConfig) -> int | None:
-    """Return `max_length`, or None if it is the task's default."""
     return None if config.max_length == find_task_spec(config).max_length else config.max_length

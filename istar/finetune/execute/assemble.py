@@ -12,20 +12,15 @@ from istar.finetune.config import Config
 from istar.finetune.execute.build_model import build_model
 from istar.finetune.execute.identify import RunIdentity
 from istar.finetune.execute.prepare import PreparedData, PreparedRun, make_collator
-from istar.finetune.training import (
-    FineTuner,
-    FineTuningData,
-    History,
-    ShrinkageCovariance,
-    ValidationGeometry,
-)
 from istar.finetune.training.checkpoints import Checkpoints
-from istar.finetune.training.data import count_examples_per_process
-from istar.finetune.training.history import MetricsFile
+from istar.finetune.training.data import FineTuningData
+from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
-from istar.finetune.training.layer_geometry import GeometryProbe
+from istar.finetune.training.layer_geometry import GeometryProbe, ValidationGeometry
+from istar.finetune.training.module import FineTuner
 from istar.finetune.training.progress import RunProgress
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.signals import StopSignal
 from istar.finetune.training.trainer import (
     build_trainer,
@@ -58,25 +53,19 @@ class Tracks:
 class Job:
     """A run that is ready to train."""
 
+    identity: RunIdentity
     prepared: PreparedRun
     module: FineTuner
     data_module: FineTuningData
     tracks: Tracks
     trainer: L.Trainer
 
-    @property
-    def identity(self) -> RunIdentity:
-        """The settings of the run, and its folder."""
-        return self.prepared.identity
-
 
 def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     """Build model, penalty, callbacks and trainer; write no files.
 
-    `trial` is the address of the Optuna trial that may prune the run; None outside of a search.
-
-    Raises:
-        UserError: if the model cannot be loaded, or the settings fit neither the data nor the number of processes.
+    `trial` is the address of the Optuna trial that may prune the run; None outside of a search. Raises a `UserError` if
+    the model cannot be loaded, or the settings fit neither the data nor the number of processes.
     """
     config, spec, data = prepared.identity.config, prepared.identity.spec, prepared.data
     # From here on, only the initialization of the head and dropout draw from the global random generators.
@@ -97,11 +86,13 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     _check_batch_size(prepared, module.penalty, trainer.world_size)
     if data.stream is None:
         check_validation_interval(config.trainer, _count_batches_per_epoch(config, len(data.train), trainer.world_size))
-    return Job(prepared, module, data_module, tracks, trainer)
+    return Job(
+        identity=prepared.identity, prepared=prepared, module=module, data_module=data_module, tracks=tracks,
+        trainer=trainer,
+    )  # fmt: skip
 
 
 def _make_module(prepared: PreparedRun, model: PreTrainedModel) -> FineTuner:
-    """Attach the penalty to a model, and return the module that trains both."""
     config, spec, data = prepared.identity.config, prepared.identity.spec, prepared.data
     penalty = config.reg.attach(model, special_ids(prepared.tokenizer), config.seed, config.trainer.precision)
     options: dict[str, Any] = {
@@ -127,42 +118,26 @@ def _make_tracks(prepared: PreparedRun, module: FineTuner, data_module: FineTuni
     settings, folder = prepared.identity.config.trainer, prepared.identity.folder
     stop_signal, metrics_file = StopSignal(), MetricsFile(folder / METRICS_FILE)
     progress = RunProgress(folder, settings.progress_bar)
-    geometry = ValidationGeometry(
-        is_monitored=settings.monitor_isotropy,
-        stop_at=settings.stop_at_inter_sim,
-        patience=settings.inter_sim_patience,
-    )
+    geometry = ValidationGeometry(settings.monitor_isotropy, settings.stop_at_inter_sim, settings.inter_sim_patience)
     history = History(prepared.identity.spec.selection_metric, geometry, writes_checkpoints(settings))
     checkpoints = covariance = None
     if writes_checkpoints(settings):
-        checkpoints = Checkpoints(
-            folder / CHECKPOINTS_FOLDER,
-            folder.name,
-            history,
-            metrics_file,
-            stop_signal,
-            settings.checkpoint_every_n_steps,
-            settings.checkpoint_every_n_minutes,
-        )
+        distance = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
+        checkpoint_folder = folder / CHECKPOINTS_FOLDER
+        checkpoints = Checkpoints(checkpoint_folder, folder.name, history, metrics_file, stop_signal, *distance)
     penalty = module.penalty
     if penalty is not None and penalty.penalty.needs_shrinkage_covariance and penalty.penalty.weight != 0:
         data_arguments = data_module.train, data_module.collate, data_module.config.eval_batch_size
         covariance = ShrinkageCovariance(penalty, *data_arguments, data_module.seed, progress, stop_signal)
     return Tracks(
-        stop_signal=stop_signal,
-        progress=progress,
-        metrics_file=metrics_file,
-        geometry=geometry,
-        history=history,
-        checkpoints=checkpoints,
-        covariance=covariance,
-    )
+        stop_signal=stop_signal, progress=progress, metrics_file=metrics_file, geometry=geometry, history=history,
+        checkpoints=checkpoints, covariance=covariance,
+    )  # fmt: skip
 
 
 def _list_callbacks(
     prepared: PreparedRun, tracks: Tracks, data_module: FineTuningData, trial: str | None
 ) -> list[L.Callback]:
-    """Return the callbacks of the trainer in their order, without the checkpoints."""
     settings, folder = prepared.identity.config.trainer, prepared.identity.folder
     callbacks: list[L.Callback] = [tracks.stop_signal, tracks.geometry, tracks.history, tracks.progress]
     if trial is not None:
@@ -181,7 +156,6 @@ def _list_callbacks(
 
 
 def _check_num_processes(trainer: L.Trainer, config: Config, data: PreparedData) -> None:
-    """Raise a `UserError` if too few processes are running, or more than an evaluation set has examples."""
     if count_processes_to_start(trainer) > 1:
         # Lightning would start the missing processes by executing the current script again.
         raise UserError(
@@ -195,7 +169,6 @@ def _check_num_processes(trainer: L.Trainer, config: Config, data: PreparedData)
 
 
 def _check_batch_size(prepared: PreparedRun, penalty: AttachedPenalty | None, world_size: int) -> None:
-    """Raise a `UserError` if the largest micro-batch has too few sequences for a score of the penalty."""
     # A row of a language model's batch may contain several documents.
     if penalty is not None and not prepared.identity.spec.is_language_modelling:
         # With `sync`, the ranks compute one penalty together, so that their micro-batches count as one.
@@ -205,8 +178,7 @@ def _check_batch_size(prepared: PreparedRun, penalty: AttachedPenalty | None, wo
 
 
 def _count_batches_per_epoch(config: Config, num_examples: int, world_size: int) -> int:
-    """Return the number of training batches of an epoch, or raise a `UserError` if there are none."""
-    num_batches = math.ceil(count_examples_per_process(num_examples, world_size) / config.data.batch_size)
+    num_batches = math.ceil(math.ceil(num_examples / world_size) / config.data.batch_size)
     batch_limit = config.trainer.limit_train_batches
     if type(batch_limit) is int:
         return min(batch_limit, num_batches)

@@ -22,9 +22,8 @@ _SET_BY_ISTAR = {
 def build_config(config: ModelConfig, spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Load or make the transformers configuration of a run's model, with the task's labels and the tokenizer's ids.
 
-    Raises:
-        UserError: if the configuration is not found, if the model is neither a text encoder nor a decoder, or if the
-            task needs the other of the two.
+    Raises a `UserError` if the configuration is not found, if the model is neither a text encoder nor a decoder, or if
+    the task needs the other of the two.
     """
     model_config: Any = tiny.make_tiny_config(len(tokenizer)) if config.is_tiny else make_architecture_config(config)
     check_num_layers(model_config, config.label)
@@ -122,7 +121,6 @@ def _set_tokenizer_values(config: ModelConfig, model_config: Any, tokenizer: Pre
 def _check_language_modelling(
     config: ModelConfig, spec: TaskSpec, model_config: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Raise a `UserError` unless the model and tokenizer can do the task's language modelling."""
     if spec.kind == "causal_lm" and not is_decoder(model_config):
         raise UserError(
             f"task={spec.name} needs a decoder, such as model=gpt2 or small_decoder, but {config.label} is an encoder "

@@ -4,17 +4,19 @@ import inspect
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import UserError, shorten
 from istar.finetune.config import ModelConfig
 from istar.finetune.execute.build_config import make_architecture_config
-from istar.finetune.execute.lora import add_adapters
 from istar.models import tiny
+from istar.models.adapters import import_peft, suppress_peft_warnings
 from istar.models.architectures import find_max_input_length, get_checkpoint_class, is_decoder
 from istar.models.model_files import (
     describe_load_error,
@@ -29,13 +31,13 @@ from istar.runs.tasks import Kind, TaskSpec
 from istar.texts import demo
 from istar.texts.new_tokenizer import train_tokenizer
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_SEQUENCE_HEAD = transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 _HEADS: dict[Kind, tuple[Any, Any]] = {
-    "classification": (
-        transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    ),
-    "regression": (
-        transformers.AutoModelForSequenceClassification, transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    ),
+    "classification": _SEQUENCE_HEAD,
+    "regression": _SEQUENCE_HEAD,
     "span": (transformers.AutoModelForQuestionAnswering, transformers.MODEL_FOR_QUESTION_ANSWERING_MAPPING),
     "causal_lm": (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
     "masked_lm": (transformers.AutoModelForMaskedLM, transformers.MODEL_FOR_MASKED_LM_MAPPING),
@@ -55,8 +57,7 @@ def build_tokenizer(config: ModelConfig, texts: Iterable[str] | None = None) -> 
         texts: text of the task, read only to train a tokenizer. Equal texts give equal tokenizers, so every process and
             every resumed run can train its own. An iterator is copied to a list; other iterables may be read twice.
 
-    Raises:
-        UserError: as `istar.models.pretrained.load_tokenizer`, or if a tokenizer is to be trained without text.
+    Raises a `UserError` as `istar.models.pretrained.load_tokenizer`, or if a tokenizer is to be trained without text.
     """
     if config.is_tiny:
         return tiny.make_tokenizer(demo.vocabulary())
@@ -88,11 +89,9 @@ def build_model(
 
     The head has random weights unless the checkpoint's head has the same labels; then its outputs are put in the task's
     order. Without `config.pretrained`, all weights are random. With `config.lora`, the result is a `peft.PeftModel`
-    with trainable adapters and head. `model_config` is the result of `build_config`.
-
-    Raises:
-        UserError: if the model is not found or lacks a head of this kind, if weights outside the head are missing, or
-            if the model cannot process the tokenizer's output.
+    with trainable adapters and head. `model_config` is the result of `build_config`. Raises a `UserError` if the model
+    is not found or lacks a head of this kind, if weights outside the head are missing, or if the model cannot process
+    the tokenizer's output.
     """
     auto_class = _get_auto_class(model_config, spec.kind, config.label)
     options: dict[str, Any] = {"dtype": get_dtype(config.load_in)}
@@ -115,9 +114,8 @@ def build_model(
         check_outputs(config.label, model, tokenizer, trial_tokenizer(*texts, return_tensors="pt"))
     if config.gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated since transformers 5.23, which introduced the other name.
-        enable_checkpointing = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
+        enable_checkpointing = getattr(model, "activation_checkpointing_enable", None)
+        enable_checkpointing = enable_checkpointing or model.gradient_checkpointing_enable
         try:
             enable_checkpointing({"use_reentrant": False})
         except ValueError as error:
@@ -157,13 +155,9 @@ def _fit_head(config: ModelConfig, spec: TaskSpec, model: PreTrainedModel) -> No
     if checkpoint_config.problem_type is None or is_regression == (spec.kind == "regression"):
         order = _match_labels(names, spec.labels or ("score",))
     if order is None:
-        log.warning(
-            "the head of %s for the labels %s is replaced by a new one, as task %s has %s",
-            config.label,
-            ", ".join(names),
-            spec.name,
-            ", ".join(spec.labels) or "a score",
-        )
+        labels = ", ".join(spec.labels) or "a score"
+        message = "the head of %s for the labels %s is replaced by a new one, as task %s has %s"
+        log.warning(message, config.label, ", ".join(names), spec.name, labels)
         if len(names) == model.config.num_labels:  # a head of another size is new already
             new_weights, prefix = type(model)(model.config).state_dict(), f"{model.base_model_prefix}."
             head = {name: values for name, values in new_weights.items() if not name.startswith(prefix)}
@@ -186,3 +180,50 @@ def _match_labels(names: Sequence[str], labels: Sequence[str]) -> list[int] | No
     if len(names) == 1 or all(re.fullmatch(r"(label)?\d+", name) for name in plain_names):
         return list(range(len(names)))
     return [plain_names.index(label) for label in plain_labels] if set(plain_names) == set(plain_labels) else None
+
+
+_POOLER = "pooler"  # part of the base model; many checkpoints lack its weights, which are then random
+
+
+def add_adapters(model: PreTrainedModel, config: ModelConfig, kind: Kind) -> "PeftModel":
+    """Add low-rank adapters to a model with a head for the task.
+
+    Afterwards only the adapters, the head and the pooler require gradients. A head for language modelling is part of
+    the pretrained weights and is not trained. Raises a `UserError` if `config.lora_target_modules` is None and peft
+    lacks a default for the architecture, or if it names a module that the model lacks.
+    """
+    peft = import_peft("model.lora=true")
+    task_types = {"span": peft.TaskType.QUESTION_ANS, "causal_lm": peft.TaskType.CAUSAL_LM, "masked_lm": None}
+    # peft reads the name of the base model here, and writes it into the folder of the adapters.
+    path = Path(config.name)
+    model.name_or_path = str(path.resolve()) if path.is_dir() else config.name
+    lora_config = peft.LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        task_type=task_types.get(kind, peft.TaskType.SEQ_CLS),
+        modules_to_save=None if kind in ("causal_lm", "masked_lm") else _find_new_modules(model),
+    )
+    try:
+        with suppress_peft_warnings():
+            return peft.get_peft_model(model, lora_config, revision=config.revision)
+    except ValueError as error:
+        if config.lora_target_modules is None:
+            raise UserError(
+                f"model.lora=true: peft has no default for {model.config.model_type} models; name the modules that "
+                "get adapters in model.lora_target_modules, or set it to all-linear"
+            ) from error
+        raise UserError(f"model.lora_target_modules={config.lora_target_modules}: {shorten(error)}") from error
+
+
+def _find_new_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules that may have new random weights: the parts of the head, and the pooler."""
+    base_model = model.base_model
+    head_names = [name for name, child in model.named_children() if child is not base_model and _has_parameters(child)]
+    pooler: Any = getattr(base_model, _POOLER, None)
+    return [*head_names, _POOLER] if pooler is not None and _has_parameters(pooler) else head_names
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

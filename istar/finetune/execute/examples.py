@@ -93,11 +93,9 @@ def _open_stream(
 
 def _hold_out_documents(spec: TaskSpec, documents: Dataset, config: TaskConfig) -> dict[str, Dataset]:
     train, validation = hold_out(spec, documents, _VALIDATION_SHARE)
-    log.warning(
+    message = (
         "task.data_dir=%s has no validation data such as validation.txt; %d of its %d documents, chosen at random, are "
-        "held out for validation",
-        config.data_dir,
-        len(validation),
-        len(documents),
+        "held out for validation"
     )
+    log.warning(message, config.data_dir, len(validation), len(documents))
     return {spec.train: train, spec.validation[0].name: validation}

@@ -82,7 +82,6 @@ def _process_group(job: Job) -> Iterator[None]:
 
 
 def _claim_folder_on_rank_zero(job: Job) -> tuple[RunRecord | None, Path | None]:
-    """Call `claim_folder` on rank 0 only, and return its result or raise its `UserError` on all ranks."""
     record, checkpoint, error = None, None, None
     if job.trainer.is_global_zero:
         try:

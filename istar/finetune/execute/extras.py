@@ -31,15 +31,12 @@ MODULES_BY_EXTRA = {
 def require(feature: str, extra: str) -> None:
     """Check that all modules of an extra, a key of `MODULES_BY_EXTRA`, are installed, without importing them.
 
-    Raises:
-        UserError: if any is missing; the message names the feature, such as `istar report`, the modules and the extra.
+    Raises a `UserError` if any is missing; the message names the feature, such as `istar report`, the modules and the
+    extra.
     """
-    missing = [module for module in MODULES_BY_EXTRA[extra] if not is_installed(module)]
-    if missing:
-        missing_names = (
-            ", ".join(missing) if len(missing) <= 3 else f"{', '.join(missing[:3])} and {len(missing) - 3} more"
-        )
-        raise UserError(f"{feature} needs {missing_names}; pip install 'istar[{extra}]'")
+    if missing := [module for module in MODULES_BY_EXTRA[extra] if not is_installed(module)]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UserError(f"{feature} needs {', '.join(missing[:3])}{more}; pip install 'istar[{extra}]'")
 
 
 def is_installed(module: str) -> bool:

@@ -6,19 +6,22 @@ runs without training.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
-from istar.finetune.config import Config, ModelConfig, TaskConfig, TensorBoardConfig
-from istar.finetune.config.settings import settings_of
+from istar.files.parsing import is_missing
+from istar.finetune.config import Config, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
+from istar.finetune.config.groups import settings_of
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import extras, precision
 from istar.models.model_source import split_revision
 from istar.runs.key import RunKey
 from istar.runs.labels import shorten_model_name
+from istar.runs.record import GEOMETRY, KEPT_MODELS, RESULT, RunRecord, read_result
 from istar.runs.tasks import TaskSpec
 
 if TYPE_CHECKING:
@@ -27,26 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A run before anything is built for it.
+    """A run before anything is built for it."""
 
-    Attributes:
-        config: settings, with values that depend on the machine or the time resolved.
-        key: what makes this run equal to others.
-        folder: folder of the run; its name ends with the hash of the key.
-    """
-
-    config: Config
+    config: Config  # settings, with values that depend on the machine or the time resolved
     spec: TaskSpec
     examples: "Examples"
-    key: RunKey
-    folder: Path
+    key: RunKey  # what makes this run equal to others
+    folder: Path  # folder of the run; its name ends with the hash of the key
 
 
 def identify(config: Config) -> RunIdentity:
     """Resolve the config, load the data, and return which run the config describes.
 
-    Raises:
-        UserError: if a package is missing, the settings contradict each other, or the data cannot be loaded.
+    Raises a `UserError` if a package is missing, the settings contradict each other, or the data cannot be loaded.
     """
     config = resolve_config(config)
     if isinstance(config.logger, TensorBoardConfig):
@@ -89,10 +85,8 @@ def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examp
 def resolve_config(config: Config) -> Config:
     """Return the config with `trainer.precision=auto` replaced by a precision and a hub model's branch by its commit.
 
-    Both are part of the hash in the run's name, and all processes of the run must use the same values.
-
-    Raises:
-        UserError: if `resolve_model` fails.
+    Both are part of the hash in the run's name, and all processes of the run must use the same values. Raises a
+    `UserError` if `resolve_model` fails.
     """
     return replace(config, trainer=precision.choose_precision(config.trainer), model=resolve_model(config.model))
 
@@ -100,10 +94,8 @@ def resolve_config(config: Config) -> Config:
 def resolve_model(config: ModelConfig) -> ModelConfig:
     """Return the config of a hub model with its branch or tag replaced by the commit, so that all its files match.
 
-    A tokenizer from the hub becomes `<hub id>@<commit>`. Other models and tokenizers are left unchanged.
-
-    Raises:
-        UserError: if `istar.models.hub.find_commit` does not find the commit.
+    A tokenizer from the hub becomes `<hub id>@<commit>`. Other models and tokenizers are left unchanged. Raises a
+    `UserError` if `istar.models.hub.find_commit` does not find the commit.
     """
     if config.is_tiny:
         return config
@@ -129,8 +121,7 @@ class KeyMaker:
     def make(self, config: Config) -> RunKey:
         """Return the key that `identify` gives a run.
 
-        Raises:
-            UserError: if the run's data cannot be loaded, or `resolve_model` fails.
+        Raises a `UserError` if the run's data cannot be loaded, or `resolve_model` fails.
         """
         config = self.resolve(config)
         data_key = _make_data_key(config.task)
@@ -216,3 +207,78 @@ def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Pa
         base_config = ModelConfig(base.name, revision=base.revision)
         base_identity = identify_model(resolve_model(base_config) if include_weights else base_config)
     return f"{digest.hexdigest()} base {base_identity}"
+
+
+def read_finished_run(folder: Path, config: Config) -> RunRecord | None:
+    """Read the record of the run in a folder; None if it is not finished, or `run.overwrite` runs it again.
+
+    Raises a `UserError` if the record is damaged, or the run lacks a requested output, such as the submission file,
+    that its name does not depend on.
+    """
+    if config.run.overwrite:
+        return None
+    try:
+        if is_missing(folder / RESULT):
+            return None
+    except OSError as error:
+        raise UserError(f"run.root={config.run.root} cannot be used: {shorten(error)}") from error
+    try:
+        record = read_result(folder)
+    except UserError as error:
+        raise UserError(f"{error}; delete {folder} to run it again") from error
+    if record.status != "finished":
+        return None
+    if shortcoming := _describe_shortcoming(folder, record, config):
+        advice = "run.overwrite=true runs it again (in a sweep, all runs)"
+        raise UserError(f"{folder} is finished but {shortcoming}; {advice}")
+    return record
+
+
+def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> str:
+    if record.is_smoke and not config.is_smoke:
+        return "is a smoke run, which is never counted"
+    outputs = {
+        "submission/": ("task.submission", config.task.submission),
+        "model/": ("run.save_model", config.run.save_model),
+        GEOMETRY: ("run.geometry", config.run.geometry),
+    }
+    for file_name, (key, is_requested) in outputs.items():
+        if is_requested and not (folder / file_name).exists():
+            return f"was run without {file_name}; {key}=false accepts it"
+    previous_settings = record.config.get("trainer", {})
+    is_monitored = previous_settings.get("monitor_isotropy") or previous_settings.get("stop_at_inter_sim") is not None
+    if config.trainer.monitor_isotropy and not is_monitored:
+        return "was run without trainer.monitor_isotropy, whose measures it did not log"
+    if config.trainer.nonfinite == "stop" and record.skipped_steps:
+        return f"has skipped {record.skipped_steps} steps; trainer.nonfinite=skip accepts it"
+    missing_measurements = _describe_missing_measurements(previous_settings, config.trainer)
+    return missing_measurements or _describe_missing_models(folder, record, config)
+
+
+def _describe_missing_models(folder: Path, record: RunRecord, config: Config) -> str:
+    if config.trainer.keep_models is None:
+        return ""
+    # Imported here because the import takes seconds.
+    from istar.finetune.training.kept_models import find_missing_steps, model_folder_of_step
+
+    models_folder, last_step = folder / KEPT_MODELS, record.epochs[-1]["step"]
+    missing_steps = find_missing_steps(models_folder, config.trainer.keep_models, last_step)
+    if not missing_steps:
+        return ""
+    missing_model = model_folder_of_step(models_folder, missing_steps[0]).relative_to(folder)
+    schedule = config.trainer.keep_models
+    return f"was run without {missing_model}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
+
+
+def _describe_missing_measurements(previous_settings: Mapping[str, Any], settings: TrainerConfig) -> str:
+    interval, previous_interval = settings.measure_every_n_steps, previous_settings.get("measure_every_n_steps")
+    num_examples = previous_settings.get("measure_examples")
+    if interval is None:
+        return ""
+    # The finished run has measured every requested step if the interval is a multiple of the previous one.
+    if previous_interval and interval % previous_interval == 0 and num_examples == settings.measure_examples:
+        return ""
+    return (
+        f"was run with trainer.measure_every_n_steps={previous_interval or 'null'} "
+        f"trainer.measure_examples={num_examples}, which accept it"
+    )

@@ -48,21 +48,15 @@ def make_model_card(record: RunRecord, spec: TaskSpec, citation: str) -> str:
     data_set, configuration = (spec.hub if is_from_hub else None) or (spec.name, None)
     results = []
     for metric, value in record.metrics.items():
-        split = next(
-            (split for split in spec.validation if split.suffix and metric.endswith(split.suffix)), first_split
-        )
+        suffixed = (split for split in spec.validation if split.suffix and metric.endswith(split.suffix))
+        split = next(suffixed, first_split)
         results.append(
             EvalResult(
-                task_type=pipeline,
-                dataset_type=data_set,
-                dataset_name=spec.name,
-                dataset_config=configuration,
-                dataset_split=split.name,
-                dataset_revision=record.data_commit,
-                metric_type=metric.removesuffix(f"_{split.suffix}"),
-                metric_value=value,
+                task_type=pipeline, dataset_type=data_set, dataset_name=spec.name, dataset_config=configuration,
+                dataset_split=split.name, dataset_revision=record.data_commit,
+                metric_type=metric.removesuffix(f"_{split.suffix}"), metric_value=value,
             )
-        )
+        )  # fmt: skip
     data = ModelCardData(
         base_model=base_model,
         datasets=[data_set] if is_from_hub else None,
@@ -114,7 +108,6 @@ def make_model_card(record: RunRecord, spec: TaskSpec, citation: str) -> str:
 
 
 def _list_settings(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of the penalty's settings, of the hyperparameters and of the libraries' versions."""
     for name, value in record.config["reg"].items():
         if value is not None:
             yield f"`reg.{name}`", str(value)

@@ -23,7 +23,7 @@ from istar.finetune.execute.build_config import build_config
 from istar.finetune.execute.build_model import build_tokenizer
 from istar.finetune.execute.examples import Examples
 from istar.finetune.execute.identify import RunIdentity
-from istar.finetune.tasks.blocks import Corpus, load_or_tokenize_corpus
+from istar.finetune.tasks.blocks import Corpus, cut_blocks, load_or_tokenize_corpus
 from istar.finetune.tasks.evaluation import Evaluator, constant_baseline
 from istar.finetune.tasks.features import Collator, FeatureRows, TokenizedRows, featurize, limit_max_length
 from istar.finetune.tasks.language_modelling import (
@@ -31,7 +31,6 @@ from istar.finetune.tasks.language_modelling import (
     BlockRows,
     LanguageModelEvaluator,
     Masking,
-    cut_into_blocks,
     find_block_tokens,
 )
 from istar.finetune.tasks.stream_blocks import StreamedBlocks
@@ -47,33 +46,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The tokenized data of a run.
+    """The tokenized data of a run."""
 
-    Attributes:
-        examples: the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`.
-        train, validation, test: tokenized rows of the splits; of a stream, `train` is a sample of training blocks.
-        evaluators: evaluator of each validation set, by the suffix of its metrics.
-        test_evaluators: evaluator of each test set.
-        corpus: tokens of the training data, for language modelling without a stream only.
-        stream: all blocks of the training data, with `task.stream=true` only.
-    """
-
-    examples: Examples
-    train: TokenizedRows
+    examples: Examples  # the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`
+    train: TokenizedRows  # of a stream, a sample of training blocks
     validation: list[TokenizedRows]
     test: list[TokenizedRows]
-    evaluators: dict[str, Any]
-    test_evaluators: Sequence[Evaluator] = ()
-    corpus: Corpus | None = None
-    stream: StreamedBlocks | None = None
+    evaluators: dict[str, Any]  # evaluator of each validation set, by the suffix of its metrics
+    test_evaluators: Sequence[Evaluator] = ()  # evaluator of each test set
+    corpus: Corpus | None = None  # tokens of the training data, for language modelling without a stream only
+    stream: StreamedBlocks | None = None  # all blocks of the training data, with `task.stream=true` only
 
     def compute_baseline(
         self, spec: TaskSpec, collate: Collate, batch_size: int, vocabulary_size: int
     ) -> dict[str, float]:
-        """Compute the metrics of a prediction that ignores the input, on the first validation set.
-
-        The result is empty for a stream, because its tokens are not counted.
-        """
+        """Compute the metrics of a prediction that ignores the input, on the first validation set; {} for a stream."""
         if self.stream is not None:
             return {}
         if self.corpus is None:
@@ -96,47 +83,30 @@ class PreparedRun:
 
 
 def prepare(identity: RunIdentity) -> PreparedRun:
-    """Load the tokenizer and the config of the model, and tokenize the data; write only into the cache.
+    """Load the tokenizer and the config of the model, and tokenize the data or read them from the cache.
 
-    Raises:
-        UserError: if tokenizer, model, penalty and data do not fit together.
+    Raises a `UserError` if tokenizer, model, penalty and data do not fit together.
     """
     config, spec = identity.config, identity.spec
     tokenizer = load_or_train_tokenizer(identity)
     model_config = build_config(config.model, spec, tokenizer)
     config.reg.check_layers(model_config.num_hidden_layers)
-    data = prepare_data(spec, config, identity.examples, tokenizer, model_config)
-    return PreparedRun(identity, tokenizer, model_config, data)
-
-
-def prepare_data(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, model_config: Any
-) -> PreparedData:
-    """Tokenize all splits of a task, or read them from the cache of tokenized data.
-
-    Raises:
-        UserError: if the data do not fit the task or the model.
-    """
     max_length = limit_max_length(tokenizer, model_config, config.task.max_length, spec.max_length)
-    if spec.is_language_modelling:
-        return _prepare_documents(spec, config, examples, tokenizer, max_length)
-    return _prepare_labelled(spec, config, examples, tokenizer, max_length)
+    prepare_data = _prepare_documents if spec.is_language_modelling else _prepare_labelled
+    return PreparedRun(identity, tokenizer, model_config, prepare_data(identity, tokenizer, max_length))
 
 
 def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run's model, or train one on the training texts and keep it in the cache.
 
-    Of a stream, it is trained on a sample of documents with 100 million characters.
-
-    Raises:
-        UserError: see `build_tokenizer`.
+    Of a stream, it is trained on a sample of documents with 100 million characters. Raises what `build_tokenizer`
+    raises.
     """
-    config = identity.config
-    examples = identity.examples
+    config, examples = identity.config, identity.examples
     if not config.model.trains_tokenizer:
         return build_tokenizer(config.model)
-    data_and_model = [repr(config.model), identity.key.model, identity.key.data]
-    key_parts = [*data_and_model, tokenizers.__version__, transformers.__version__]
+    versions = [tokenizers.__version__, transformers.__version__]
+    key_parts = [repr(config.model), identity.key.model, identity.key.data, *versions]
     cache_key = hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()
     folder = cache_folder(config.data.cache_dir) / "tokenizers" / cache_key
     if not folder.exists():
@@ -156,7 +126,6 @@ def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
 
 
 def _take_characters(texts: Iterable[str], num_characters: int) -> Iterator[str]:
-    """Yield the first texts with at least this number of characters in total."""
     for text in texts:
         yield text
         num_characters -= len(text)
@@ -176,10 +145,7 @@ def make_collator(
 def _make_isolation_function(
     spec: TaskSpec, config: Config, model: PreTrainedModel
 ) -> Callable[[Tensor], dict[str, Tensor]] | None:
-    """Return a function that computes the model inputs that keep the documents of a packed block apart.
-
-    Returns None if documents are not packed, or, with a warning, if the model lacks such inputs.
-    """
+    """Return the function that makes the model inputs that keep packed documents apart; None if it is not possible."""
     if not config.task.packing:
         return None
     isolation_inputs = attention.isolation(model)
@@ -197,32 +163,23 @@ def _is_causal(spec: TaskSpec) -> bool:
     return spec.kind == "causal_lm"
 
 
-def _prepare_documents(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> PreparedData:
+def _prepare_documents(identity: RunIdentity, tokenizer: PreTrainedTokenizerBase, max_length: int) -> PreparedData:
+    spec, config, examples = identity.spec, identity.config, identity.examples
     cache_dir = cache_folder(config.data.cache_dir)
     masking = None if _is_causal(spec) else Masking(tokenizer, config.task.whole_word)
+    prefix, suffix = find_block_tokens(spec, tokenizer)
     document_sets = examples.validation if examples.stream is not None else (examples.train, *examples.validation)
     corpora = [load_or_tokenize_corpus(documents, tokenizer, cache_dir) for documents in document_sets]
-    all_rows = [
-        BlockRows(cut_into_blocks(spec, corpus, tokenizer, max_length, config.task.packing), masking, config.seed)
-        for corpus in corpora
-    ]
+    blocks = [cut_blocks(corpus, max_length, prefix, suffix, config.task.packing) for corpus in corpora]
+    all_rows = [BlockRows(blocks_of_set, masking, config.seed) for blocks_of_set in blocks]
     if examples.stream is None:
         stream, train, validation = None, all_rows[0], all_rows[1:]
     else:
-        prefix, suffix = find_block_tokens(spec, tokenizer)
         stream = StreamedBlocks(
-            documents=examples.stream,
-            tokenizer=tokenizer,
-            prefix=prefix,
-            suffix=suffix,
-            length=max_length,
-            packing=config.task.packing,
-            masking=masking,
-            seed=config.seed,
+            documents=examples.stream, tokenizer=tokenizer, prefix=prefix, suffix=suffix, length=max_length,
+            packing=config.task.packing, masking=masking, seed=config.seed,
             window_blocks=math.ceil(config.task.shuffle_blocks / config.data.batch_size) * config.data.batch_size,
-        )
+        )  # fmt: skip
         train, validation = stream.sample_rows(), all_rows
     validation = [rows.take_first(_count_evaluated_rows(config, len(rows))) for rows in validation]
     evaluators = {
@@ -233,18 +190,14 @@ def _prepare_documents(
     return PreparedData(examples, train, list(validation), [], evaluators, corpus=corpus, stream=stream)
 
 
-def _prepare_labelled(
-    spec: TaskSpec, config: Config, examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> PreparedData:
-    tokenize = partial(
-        featurize,
-        spec,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        doc_stride=config.task.doc_stride,
-        cache_dir=cache_folder(config.data.cache_dir),
-    )
-    train = tokenize(examples.train, training=True)
+def _prepare_labelled(identity: RunIdentity, tokenizer: PreTrainedTokenizerBase, max_length: int) -> PreparedData:
+    spec, config, examples = identity.spec, identity.config, identity.examples
+
+    def tokenize(dataset: Dataset, *, training: bool) -> Dataset:
+        stride, cache_dir = config.task.doc_stride, cache_folder(config.data.cache_dir)
+        return featurize(
+            spec, dataset, tokenizer, max_length, training=training, doc_stride=stride, cache_dir=cache_dir
+        )
 
     def tokenize_evaluation_set(dataset: Dataset, is_cut: bool) -> tuple[Dataset, Dataset]:
         features = tokenize(dataset, training=False)
@@ -262,7 +215,7 @@ def _prepare_labelled(
     }
     return PreparedData(
         examples,
-        FeatureRows(train),
+        FeatureRows(tokenize(examples.train, training=True)),
         [FeatureRows(features) for _, features in validation],
         [FeatureRows(features) for _, features in test],
         evaluators,
@@ -271,15 +224,11 @@ def _prepare_labelled(
 
 
 def _count_evaluated_rows(config: Config, num_rows: int) -> int:
-    """Return how many rows of an evaluation set to use under `fast_dev_run` and `limit_val_batches`.
-
-    The set is cut beforehand because Lightning would skip batches, but metrics need predictions for complete sets.
-    """
+    # Sets are cut beforehand: Lightning would skip batches, but metrics need predictions for complete sets.
     batch_limit = 1 if config.trainer.fast_dev_run else config.trainer.limit_val_batches
-    max_rows = (
-        batch_limit * config.data.eval_batch_size if type(batch_limit) is int else max(1, int(batch_limit * num_rows))
-    )
-    return min(num_rows, max_rows)
+    if type(batch_limit) is int:
+        return min(num_rows, batch_limit * config.data.eval_batch_size)
+    return min(num_rows, max(1, int(batch_limit * num_rows)))
 
 
 def _take_first_features(examples: Dataset, features: Dataset, max_features: int) -> tuple[Dataset, Dataset]:

@@ -43,12 +43,8 @@ def describe_hardware(device: torch.device, num_processes: int) -> dict[str, Any
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else _get_cpu_name()
     if device.type not in ("cuda", "cpu"):
         device_name = device.type
-    return {
-        "device": device_name,
-        "processes": num_processes,
-        "cuda": torch.version.cuda,
-        "system": platform.platform(),
-    }
+    system = {"cuda": torch.version.cuda, "system": platform.platform()}
+    return {"device": device_name, "processes": num_processes, **system}
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:
@@ -56,13 +52,9 @@ def _run_git(folder: Path, *arguments: str) -> str | None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         completed = subprocess.run(
-            ["git", *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
+            ["git", *arguments], cwd=folder, env=environment, capture_output=True, text=True,
             timeout=_GIT_TIMEOUT_SECONDS,
-        )
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
     return completed.stdout.strip() if completed.returncode == 0 else None

@@ -15,7 +15,6 @@ from istar.finetune.execute.provenance import describe_code, describe_hardware, 
 from istar.finetune.execute.run_summary import build_geometry_plot, build_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
-from istar.finetune.training import merge_outputs
 from istar.finetune.training.checkpoints import remove_old_checkpoints
 from istar.finetune.training.final_geometry import (
     EvaluationPasses,
@@ -23,17 +22,11 @@ from istar.finetune.training.final_geometry import (
     measure_validation_geometry,
 )
 from istar.finetune.training.loggers import log_result
-from istar.finetune.training.module import all_gather_object
+from istar.finetune.training.module import all_gather_object, merge_outputs
 from istar.finetune.training.sharded_training import gather_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.models import pretrained
-from istar.runs.record import (
-    GEOMETRY,
-    RunRecord,
-    read_start_time,
-    write_predictions,
-    write_result,
-)
+from istar.runs.record import GEOMETRY, RunRecord, read_start_time, write_predictions, write_result
 
 ISOTROPY_PICTURE = "isotropy.png"
 GEOMETRY_PICTURE = "geometry_over_steps.png"
@@ -82,25 +75,19 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
 
 
 def _save_outputs(job: Job, record: RunRecord) -> None:
-    """Write the predictions of the best epoch and, if requested, the submission, the geometry and the model."""
     config = job.identity.config
     if config.task.submission:
         _predict_and_write_submission(job)
     if job.trainer.is_global_zero:
-        _write_best_predictions(job)
+        for suffix, evaluation in job.tracks.history.best_evaluations.items():
+            if evaluation.predictions:  # language models have none
+                name = f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl"
+                write_predictions(job.identity.folder / name, evaluation.predictions)
     if config.run.save_model:
         _save_model(job, record)
     # The geometry comes last, because it is undefined for states that are not finite.
     if config.run.geometry:
         _write_geometry(job)
-
-
-def _write_best_predictions(job: Job) -> None:
-    for suffix, evaluation in job.tracks.history.best_evaluations.items():
-        if not evaluation.predictions:
-            continue  # language models have none
-        path = job.identity.folder / (f"predictions_{suffix}.jsonl" if suffix else "predictions.jsonl")
-        write_predictions(path, evaluation.predictions)
 
 
 def _save_model(job: Job, record: RunRecord) -> None:
@@ -151,9 +138,9 @@ def _predict_and_write_submission(job: Job) -> None:
 
 
 def _make_result_fields(job: Job) -> dict[str, Any]:
-    """Return the fields of `RunRecord` that are known only after training, by name."""
     spec, history, examples = job.identity.spec, job.tracks.history, job.prepared.data.examples
-    train_examples, best_entry = examples.train, history.epochs[history.best_epoch - 1]
+    best_entry = history.epochs[history.best_epoch - 1]
+    metrics = best_entry["metrics"]
     examples_by_set = {split.name: rows for split, rows in zip(spec.validation, examples.validation, strict=True)}
     baseline = job.prepared.data.compute_baseline(
         spec,
@@ -161,24 +148,16 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         job.identity.config.data.eval_batch_size,
         max(job.prepared.tokenizer.get_vocab().values()) + 1,
     )
-    data: dict[str, Any] = {
-        "validation": {name: len(rows) for name, rows in examples_by_set.items()},
-    }
+    data: dict[str, Any] = {"validation": {name: len(rows) for name, rows in examples_by_set.items()}}
     if examples.stream is None:
-        data["train"] = len(train_examples)
-        data["overlap"] = {name: count_overlap(spec, train_examples, rows) for name, rows in examples_by_set.items()}
+        data["train"] = len(examples.train)
+        data["overlap"] = {name: count_overlap(spec, examples.train, rows) for name, rows in examples_by_set.items()}
     return {
-        "headline": {
-            "metric": spec.headline,
-            "value": best_entry["metrics"][spec.headline],
-            "epoch": best_entry["epoch"],
-        },
+        "headline": {"metric": spec.headline, "value": metrics[spec.headline], "epoch": best_entry["epoch"]},
         "selection": {
-            "set": spec.selection_set.name,
-            "metric": spec.selection_metric,
-            "value": best_entry["metrics"][spec.selection_metric],
+            "set": spec.selection_set.name, "metric": spec.selection_metric, "value": metrics[spec.selection_metric]
         },
-        "metrics": best_entry["metrics"],
+        "metrics": metrics,
         "metrics_before": history.before_training["metrics"],
         "baseline": baseline,
         "collapsed": {split.name: history.best_evaluations[split.suffix].collapsed for split in spec.validation},
@@ -190,4 +169,4 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         "epochs": history.epochs,
         "skipped_steps": job.module.step_guard.num_skipped,
         "data": data,
-    }
+    }  # fmt: skip

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from istar.finetune.config import Config, WandbConfig
 from istar.finetune.execute.extras import fast_imports
-from istar.finetune.execute.finished_runs import read_finished_run
-from istar.finetune.execute.identify import RunIdentity, identify
+from istar.finetune.execute.identify import RunIdentity, identify, read_finished_run
 from istar.finetune.execute.run_summary import build_run_table, describe_penalty
 from istar.finetune.processes.ranks import find_rank
 from istar.runs.record import RunRecord
@@ -69,7 +68,6 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
 
 
 def _push(identity: RunIdentity, console: Console | None) -> None:
-    """Upload the model of a finished run, if its config says so, on rank 0."""
     name = identity.config.run.push_to_hub
     if name is None or find_rank(os.environ):
         return

@@ -57,7 +57,6 @@ def build_run_table(record: RunRecord) -> Table:
 
 
 def _build_run_caption(record: RunRecord) -> str:
-    """Return the text below the table of a run: its baseline, the choice of the epoch, collapsed sets and tokens."""
     metric = record.headline["metric"]
     lines = []
     if metric in record.baseline:
@@ -109,14 +108,11 @@ def build_geometry_plot(rows: Iterable[Mapping[str, float]]) -> Plot:
     )
     panels = []
     for measure, label in GEOMETRY_LABELS.items():
-        lines = [
-            Line(
-                f"layer {layer}" if layer else "embeddings",
-                steps,
-                tuple(row[geometry_key(layer, measure)] for row in measured_rows),
-            )
+        values_by_layer = {
+            layer: tuple(row[geometry_key(layer, measure)] for row in measured_rows)
             for layer in evenly_spaced(layer_indices)
-        ]
+        }
+        lines = [Line(f"layer {layer}" if layer else "embeddings", steps, ys) for layer, ys in values_by_layer.items()]
         panels.append(Panel(label, lines))
     return Plot(
         name="geometry_over_steps",

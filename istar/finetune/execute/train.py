@@ -14,7 +14,7 @@ from istar.files.outputs import run_output
 from istar.files.writing import remove_temporary_files
 from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.assemble import CHECKPOINTS_FOLDER, Job
-from istar.finetune.execute.finished_runs import read_finished_run
+from istar.finetune.execute.identify import read_finished_run
 from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
 from istar.finetune.training.sharded_training import ShardingStrategy, scatter_weights
 from istar.hidden_states.sharding import is_sharded_module
@@ -32,8 +32,7 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         The record and None if another process has finished the run; then nothing is written. Otherwise None and the
         checkpoint, which is None if none exists.
 
-    Raises:
-        UserError: if the folder cannot be written, or a model that is sharded now was not when it was saved.
+    Raises a `UserError` if the folder cannot be written, or a model that is sharded now was not when it was saved.
     """
     folder, config = job.identity.folder, job.identity.config
     try:
@@ -48,9 +47,7 @@ def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
         checkpoint = None
         if job.tracks.checkpoints is not None:
             checkpoint = find_resumable_checkpoint(
-                folder / CHECKPOINTS_FOLDER,
-                folder.name,
-                is_sharded=isinstance(job.trainer.strategy, ShardingStrategy),
+                folder / CHECKPOINTS_FOLDER, folder.name, is_sharded=isinstance(job.trainer.strategy, ShardingStrategy)
             )
         if checkpoint is not None:
             log.warning("%s was interrupted; it resumes from %s", folder, checkpoint.name)

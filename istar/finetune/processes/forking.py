@@ -47,8 +47,7 @@ def start_server(environment: Mapping[str, str]) -> None:
 class ForkedProcess:
     """A fork of the server that executes a run; a `launch.Spawn` that is a `launch.Process`.
 
-    Raises:
-        UserError: if the server cannot fork, for example because an import has ended it.
+    Raises a `UserError` if the server cannot fork, for example because an import has ended it.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
@@ -81,7 +80,6 @@ def _replace_environment(environment: Mapping[str, str]) -> None:
 
 
 def _run_in_child(arguments: Sequence[str], environment: Mapping[str, str], log_path: Path | None) -> None:
-    """Execute a run in a fork with session, output, environment, rank and threads as in a new interpreter."""
     import numpy as np
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 

@@ -20,9 +20,9 @@ from istar.errors import StoppedError
 from istar.files.writing import write_text
 from istar.finetune.config import Config, TrainerConfig, schema
 from istar.finetune.execute.identify import resolve_config
+from istar.finetune.processes.child import read_error
 from istar.finetune.processes.process_signals import blocked_signals, forward_signals
 from istar.finetune.processes.ranks import RANK_VARIABLES
-from istar.finetune.processes.run_errors import read_error
 from istar.runs.record import RunRecord, read_result
 
 GRACE_SECONDS = 10.0

@@ -61,9 +61,7 @@ def build_comparison_row(task_and_model: tuple[str, str], configuration: Configu
     num_collapsed = sum(any(run.collapsed.values()) for run in runs)
     if num_collapsed:
         score += f" ({num_collapsed} collapsed)" if len(runs) > 1 else " (collapsed)"
-    isoscore_before, isoscore_after = (
-        fmean([run.isotropy[stage]["union"] for run in runs]) for stage in ("before", "after")
-    )
+    isoscores = [f"{fmean([run.isotropy[stage]['union'] for run in runs]):.4f}" for stage in ("before", "after")]
     epochs = sorted({run.headline["epoch"] for run in runs})
     return [
         f"{task}, {metric}",
@@ -73,7 +71,7 @@ def build_comparison_row(task_and_model: tuple[str, str], configuration: Configu
         score,
         format_metric(metric, first_run.baseline.get(metric)),
         str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]}-{epochs[-1]}",
-        f"{isoscore_before:.4f} → {isoscore_after:.4f}",
+        " → ".join(isoscores),
         f"{fmean([run.timing['total'] for run in runs]):.0f}",
     ]
 
@@ -102,18 +100,16 @@ def build_comparison_plots(configurations_by_task: ConfigurationsByTask) -> list
     """
     metric_panels, isoscore_panels = zip(*starmap(_build_panels, configurations_by_task.items()), strict=True)
     statistics = "mean over seeds ± standard deviation"
-    metric_plot = Plot(
-        "comparison-metric", "Metrics", f"On the validation set: {statistics}.", "rows", statistics, metric_panels
-    )
+    caption = f"On the validation set: {statistics}."
+    metric_plot = Plot("comparison-metric", "Metrics", caption, "rows", statistics, metric_panels)
     isoscore_plot = Plot(
-        "comparison-isoscore", "IsoScore by layer", f"On the validation set: {statistics}.", "line",
-        "layer (0: embeddings)", isoscore_panels, reference_label=_BEFORE,
+        "comparison-isoscore", "IsoScore by layer", caption, "line", "layer (0: embeddings)", isoscore_panels,
+        reference_label=_BEFORE,
     )  # fmt: skip
     return [metric_plot, isoscore_plot]
 
 
 def _build_panels(task_and_model: tuple[str, str], configurations: Sequence[Configuration]) -> tuple[Panel, Panel]:
-    """Return the panels of a task and a model: the headline metric, and IsoScore by layer."""
     title, first_runs = " · ".join(task_and_model), configurations[0].runs
     first_run = first_runs[0]
     metric = first_run.headline["metric"]
@@ -147,5 +143,4 @@ def _make_isoscore_line(label: str, scores: Sequence[Mapping[str, float]], layer
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of values; the latter is 0 for a single value."""
     return fmean(values), stdev(values) if len(values) > 1 else 0.0

@@ -97,7 +97,6 @@ class SweepState:
     format: int = STATE_FORMAT
 
     def entries_with(self, *statuses: str) -> list[SweepEntry]:
-        """Return the entries that have one of the given statuses."""
         return [entry for entry in self.entries if entry.status in statuses]
 
     def describe(self, entry: SweepEntry) -> str:
@@ -141,7 +140,6 @@ class Board:
             self._live.__exit__(None, None, None)
 
     def record_start(self, entry: SweepEntry, log: Path | None) -> None:
-        """Record that a run has started."""
         entry.status, entry.started, entry.error = "running", time.time(), None
         entry.log = str(log) if log is not None else None
         self._write()
@@ -206,36 +204,27 @@ def update_progress(state: SweepState, root: Path) -> None:
 
 
 def read_state(path: Path) -> SweepState:
-    """Read a `sweep.json`.
-
-    Raises:
-        UserError: if the file cannot be read or istar did not write it.
-    """
+    """Read a `sweep.json`, or raise a `UserError` if the file cannot be read or istar did not write it."""
     content = read_record(path, SweepState, "a sweep", STATE_FORMAT)
     return SweepState(**content | {"entries": [SweepEntry(**entry) for entry in content["entries"]]})
 
 
 def estimate_seconds_left(state: SweepState) -> float | None:
-    """Estimate the seconds until all runs are done, from the mean duration of the finished runs or `state.expected`.
-
-    Without either, None is returned.
-    """
+    """Estimate the seconds until all runs are done, from those of finished runs or `state.expected`; else None."""
     durations = [entry.seconds for entry in state.entries_with("finished") if entry.seconds]
     mean_seconds = sum(durations) / len(durations) if durations else state.expected
     if mean_seconds is None:
         return None
-    running_seconds = sum(
-        max(0.0, mean_seconds - (time.time() - (entry.started or 0))) for entry in state.entries_with("running")
-    )
+    running = state.entries_with("running")
+    running_seconds = sum(max(0.0, mean_seconds - (time.time() - (entry.started or 0))) for entry in running)
     num_waiting = len(state.entries_with("waiting")) + state.to_come
     return (running_seconds + num_waiting * mean_seconds) / state.jobs
 
 
 def format_result_line(state: SweepState, entry: SweepEntry) -> str:
     """Return a line about a run that has ended: how many have ended, which run it is, and its score or error."""
-    prefix = (
-        f"[{len(state.entries_with(*_END_STATUSES))}/{len(state.entries) + state.to_come}] {state.describe(entry)}: "
-    )
+    num_ended = len(state.entries_with(*_END_STATUSES))
+    prefix = f"[{num_ended}/{len(state.entries) + state.to_come}] {state.describe(entry)}: "
     if entry.value is not None and entry.error is None:
         collapsed = ", collapsed" if entry.collapsed else ""
         pruned = ", pruned" if entry.status == "pruned" else ""
@@ -268,10 +257,9 @@ def render_sweep(state: SweepState) -> Group:
     for entry in state.entries:
         entries_by_group.setdefault(entry.group, []).append(entry)
     for group_key, group_entries in entries_by_group.items():
-        counts = [
-            str(sum(entry.status in statuses for entry in group_entries)) for statuses in _STATUSES_BY_COLUMN.values()
-        ]
-        table.add_row(*group_key, *counts)
+        group_statuses = [entry.status for entry in group_entries]
+        counts = [sum(map(group_statuses.count, statuses)) for statuses in _STATUSES_BY_COLUMN.values()]
+        table.add_row(*group_key, *map(str, counts))
         if best_entries := find_best_configuration(group_entries):
             best, mean = best_entries[0], fmean(entry.value or 0 for entry in best_entries)
             seeds = "1 seed" if len(best_entries) == 1 else f"{len(best_entries)} seeds"
@@ -330,8 +318,7 @@ def watch_sweeps(root: Path, console: Console, name: str | None = None, once: bo
         name: name of the sweep to show; None shows all sweeps that are not over, or else the latest.
         once: whether to show only the current state, as always if the console is not a terminal.
 
-    Raises:
-        UserError: if no such sweep exists.
+    Raises a `UserError` if no such sweep exists.
     """
     states, errors = find_sweeps(root, name)
     if once or not console.is_terminal:
@@ -350,8 +337,7 @@ def find_sweeps(root: Path, name: str | None = None) -> tuple[list[SweepState], 
     Returns:
         The states of the sweeps, and a message for each sweep that cannot be read.
 
-    Raises:
-        UserError: if no such sweep exists.
+    Raises a `UserError` if no such sweep exists.
     """
     folder = root / SWEEPS_FOLDER
     paths = sorted(list_visible(folder, f"*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)

@@ -14,12 +14,12 @@ from istar.errors import UserError
 from istar.files.outputs import Output
 from istar.finetune.config import Config, SweepConfig, WandbConfig, schema
 from istar.finetune.execute import extras
-from istar.finetune.execute.finished_runs import read_finished_run
-from istar.finetune.execute.identify import KeyMaker, name_run
+from istar.finetune.execute.identify import KeyMaker, name_run, read_finished_run
 from istar.finetune.execute.precision import choose_precision
 from istar.finetune.sweeps import live_table, trials
 from istar.finetune.sweeps.live_table import SweepEntry, SweepState
 from istar.finetune.sweeps.trials import Overrides, Trial
+from istar.runs.key import RunKey
 from istar.runs.labels import Inputs, label_inputs, shorten_model_name
 from istar.runs.names import BASE_LABEL, METHOD_NAMES
 from istar.runs.record import RunRecord, read_result
@@ -49,12 +49,7 @@ class SweepRequest:
 
 
 def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
-    """List the runs of a sweep without executing any: all combinations of a grid; nothing for a search.
-
-    Raises:
-        UserError: for overrides that do not compose or cannot be searched, if Optuna is not installed, and if the runs
-            would be uploaded.
-    """
+    """List the runs of a sweep without executing any: all combinations of a grid; nothing for a search."""
     if any(argument.lstrip("+").startswith("run.push_to_hub=") for argument in request.arguments):
         raise UserError("run.push_to_hub is for a single run; istar push uploads a run of a sweep")
     if request.settings.search == "optuna":
@@ -63,15 +58,6 @@ def list_runs(request: SweepRequest, console: Console) -> "SweepRuns":
     if request.settings.search == "grid":
         runs.add_grids()
     return runs
-
-
-@dataclass
-class PlannedRun:
-    """A run of a sweep, which may have ended."""
-
-    trial: Trial
-    entry: SweepEntry  # its entry in the sweep's state
-    record: RunRecord | None = None  # if the run was finished when it was added
 
 
 class SweepRuns:
@@ -86,7 +72,7 @@ class SweepRuns:
         self.folder = request.root / live_table.SWEEPS_FOLDER / f"{settings.name}-{sweep_hash}"
         self.output = Output(self.folder, "sweep", "", "choose another sweep.name")
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
-        self.planned: dict[str, PlannedRun] = {}
+        self.planned: dict[str, Trial] = {}
         # Name of the first grid that contains a run of a configuration, by `SweepEntry.configuration`.
         self.grid_by_configuration: dict[str, str] = {}
         self.key_maker = KeyMaker()
@@ -106,8 +92,8 @@ class SweepRuns:
                 combinations.add(overrides)
                 grid_by_overrides.setdefault(self.leave_out_keys_without_effect(overrides), grid)
         self.add_runs(list(grid_by_overrides))
-        for run in self.planned.values():
-            self.assign_grid(run.entry, grid_by_overrides[run.trial.overrides])
+        for entry in self.state.entries:
+            self.assign_grid(entry, grid_by_overrides[tuple(entry.overrides)])
         parts = [f"{option} ignores {' and '.join(keys)}" for option, keys in self._keys_left_out.items()]
         arguments = self.request.arguments
         given_keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
@@ -155,25 +141,22 @@ class SweepRuns:
         return [self._find_options(choices) for space in choice_spaces for choices in trials.list_combinations(space)]
 
     def add_runs(self, runs: Sequence[Overrides]) -> None:
-        """Add the runs with the given overrides, with a progress bar if there are many."""
         is_short = len(runs) < _MIN_RUNS_FOR_PROGRESS_BAR
         for overrides in track(runs, "composing", console=self.console, transient=True, disable=is_short):
             self._plan_run(overrides)
         self._label_inputs()
 
-    def add_run(self, overrides: Overrides) -> PlannedRun:
+    def add_run(self, overrides: Overrides) -> Trial:
         """Add the run with the given overrides and return it; a known run is not added twice.
 
-        If the run is finished, its result is taken over. If its data cannot be loaded, it is added as failed.
-
-        Raises:
-            UserError: if the overrides do not compose.
+        If the run is finished, its result is taken over. If its data cannot be loaded, it is added as failed. Raises a
+        `UserError` if the overrides do not compose.
         """
-        run = self._plan_run(overrides)
+        trial = self._plan_run(overrides)
         self._label_inputs()
-        return run
+        return trial
 
-    def _plan_run(self, overrides: Overrides) -> PlannedRun:
+    def _plan_run(self, overrides: Overrides) -> Trial:
         overrides = self.leave_out_keys_without_effect(overrides)
         config = self.compose_config(overrides)
         if isinstance(config.logger, WandbConfig) and config.logger.group is None:
@@ -189,23 +172,22 @@ class SweepRuns:
             error_message = str(error)
             name = f"not-started-{len(self.planned) + 1}" if key is None else name_run(config, key)
         if name not in self.planned:
-            trial = Trial(overrides, config, name, key)
-            self.planned[name] = PlannedRun(trial, make_entry(trial))
+            self.planned[name] = Trial(config, make_entry(name, overrides, config, key), key)
             self.state.entries.append(self.planned[name].entry)
-        run = self.planned[name]
+        trial = self.planned[name]
         if record is not None:
-            run.entry.apply_record(record)
-            run.record = record
+            trial.entry.apply_record(record)
+            trial.record = record
         if error_message is not None:
-            run.entry.status, run.entry.error = "failed", error_message
-        return run
+            trial.entry.status, trial.entry.error = "failed", error_message
+        return trial
 
     def _label_inputs(self) -> None:
         """Label task and model of all runs, which depend on those of the others."""
-        inputs_by_name = {name: _get_inputs(run.trial) for name, run in self.planned.items()}
-        labels = label_inputs(inputs_by_name.values())
-        for name, inputs in inputs_by_name.items():
-            self.planned[name].entry.task, self.planned[name].entry.model = labels[inputs]
+        trials_with_inputs = [(trial, _get_inputs(trial)) for trial in self.planned.values()]
+        labels = label_inputs(inputs for _, inputs in trials_with_inputs)
+        for trial, inputs in trials_with_inputs:
+            trial.entry.task, trial.entry.model = labels[inputs]
 
     def run_name(self, overrides: Overrides) -> str:
         """Return the name of the run with these overrides, or the overrides if its data cannot be loaded."""
@@ -216,15 +198,11 @@ class SweepRuns:
             return " ".join(overrides)
 
     def compose_config(self, overrides: Overrides) -> Config:
-        """Compose the config of a run from its overrides, and resolve its precision if it runs on this machine.
-
-        Raises:
-            UserError: if a launcher executes the runs and `trainer.precision` is `auto`. The precision is part of a
-                run's name, but this machine cannot choose it for another one.
-        """
+        """Compose the config of a run from its overrides, and resolve its precision if it runs on this machine."""
         config = schema.load(self.request.compose(overrides))
         if self.request.launcher is None:
             return replace(config, trainer=choose_precision(config.trainer))
+        # The precision is part of a run's name, but this machine cannot choose it for another one.
         if config.trainer.precision == "auto":
             raise UserError(
                 "trainer.precision=auto: the jobs of a launcher may run on another machine than this; name the "
@@ -233,16 +211,10 @@ class SweepRuns:
         return config
 
     def compose_sample_config(self) -> Config:
-        """Compose a config without the overrides to sweep over, as an example of the runs of a search.
-
-        Raises:
-            UserError: if the data of the config cannot be loaded.
-        """
+        """Compose a config without the overrides to sweep over, as an example of the runs of a search."""
         space = next(iter(self.space_by_grid.values()))
-        fixed_overrides = tuple(
-            override.input_line or "" for override in space.values() if not override.is_sweep_override()
-        )
-        config = self.compose_config(fixed_overrides)
+        fixed = (override.input_line or "" for override in space.values() if not override.is_sweep_override())
+        config = self.compose_config(tuple(fixed))
         self.key_maker.make(config)
         return config
 
@@ -251,7 +223,6 @@ class SweepRuns:
         self.grid_by_configuration.setdefault(entry.configuration, grid)
 
     def find_best_configurations(self) -> list[list[SweepEntry]]:
-        """Return the finished runs, one for each seed, of the best configuration of each selection group."""
         entries_by_group: dict[tuple[str, ...], list[SweepEntry]] = {}
         for entry in self.state.entries:
             entries_by_group.setdefault(self.selection_group(entry), []).append(entry)
@@ -274,19 +245,14 @@ class SweepRuns:
         return self.planned[entry.name].record or read_result(self.request.root / entry.name)
 
 
-def make_entry(trial: Trial) -> SweepEntry:
-    """Create the entry of a trial that has not started yet."""
-    key, method = trial.key, METHOD_NAMES.get(trial.config.reg.name, BASE_LABEL)
-    return SweepEntry(
-        trial.name,
-        list(trial.overrides),
-        task=trial.config.task.name,
-        model=shorten_model_name(trial.config.model.name),
-        method=method if key is None else key.label,
-        seed=trial.config.seed,
-        method_name=method if key is None else key.method_name,
-        configuration=trial.name if key is None else key.configuration,
+def make_entry(name: str, overrides: Overrides, config: Config, key: RunKey | None) -> SweepEntry:
+    """Create the entry of a run that has not started yet; the key is None if it is unknown."""
+    task, model = config.task.name, shorten_model_name(config.model.name)
+    method = METHOD_NAMES.get(config.reg.name, BASE_LABEL)
+    label, method_name, configuration = (
+        (method, method, name) if key is None else (key.label, key.method_name, key.configuration)
     )
+    return SweepEntry(name, list(overrides), task, model, label, config.seed, method_name, configuration)
 
 
 def _get_inputs(trial: Trial) -> Inputs:

@@ -13,8 +13,8 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import SweepConfig, TrainerConfig
 from istar.finetune.processes.forking import ForkedProcess, is_supported
 from istar.finetune.processes.launch import RunProcesses, Spawn, spawn
-from istar.finetune.processes.process_count import processes_to_start
 from istar.finetune.processes.process_signals import blocked_signals, forward_signals
+from istar.finetune.processes.ranks import processes_to_start
 from istar.finetune.sweeps.trials import Trial
 from istar.runs.record import RunRecord
 
@@ -41,10 +41,8 @@ def run_trials(
     """Execute trials, `settings.jobs` of them in parallel, until the source is exhausted and all have ended.
 
     The processes write their output to files in `log_folder`, and have the additional variables of `environment`. With
-    `settings.fail_fast`, a failure stops all trials.
-
-    Raises:
-        StoppedError: if a signal has stopped the sweep; the signal was forwarded to the running trials.
+    `settings.fail_fast`, a failure stops all trials. Raises a `StoppedError` if a signal has stopped the sweep; the
+    signal was forwarded to the running trials.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     pool = _TrialPool(source, settings, log_folder, environment or {})
@@ -87,7 +85,6 @@ class _TrialPool:
         return bool(self._running_by_slot) or (may_start and self._source.is_waiting())
 
     def collect_ended(self, signals: Sequence[int]) -> None:
-        """Free the slots of trials that have ended, and report their outcomes to the source."""
         for slot, (trial, run) in list(self._running_by_slot.items()):
             if run.has_ended():
                 del self._running_by_slot[slot]
@@ -101,9 +98,8 @@ class _TrialPool:
             extra_variables.update(self._environment)
             num_processes = processes_to_start(trial.config.trainer)
             with blocked_signals():
-                run = RunProcesses(
-                    trial.config, num_processes, trial.optuna_trial, extra_variables, log_path, self._spawn
-                )
+                arguments = trial.optuna_trial, extra_variables, log_path, self._spawn
+                run = RunProcesses(trial.config, num_processes, *arguments)
                 self.runs.append(run)
         except UserError as error:
             self._report_failure(trial, error)
@@ -143,10 +139,8 @@ def list_visible_gpus() -> list[str]:
 def make_slot_environment(slot: int, num_jobs: int, settings: TrainerConfig, gpus: Sequence[str]) -> dict[str, str]:
     """Return environment variables that give a slot its share of the GPUs, or else of the CPU threads.
 
-    With more jobs than GPUs, several jobs share a GPU.
-
-    Raises:
-        UserError: if `trainer.devices` is not a number of devices.
+    With more jobs than GPUs, several jobs share a GPU. Raises a `UserError` if `trainer.devices` is not a number of
+    devices.
     """
     if num_jobs == 1:
         return {}

@@ -49,8 +49,7 @@ class Study:
         folder: folder of the sweep.
         run_name: maps the overrides of a trial to a name that is equal for equal runs.
 
-    Raises:
-        UserError: if the storage cannot be used, or the study's runs are in another folder.
+    Raises a `UserError` if the storage cannot be used, or the study's runs are in another folder.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class Study:
         return max(0, min(self._num_new_trials_allowed, self._max_trials - len(started_trials)))
 
     def ended_trials(self) -> list[tuple[int, Overrides]]:
-        """Return number and overrides of each finished or pruned trial."""
         ended_trials = self._get_trials(TrialState.COMPLETE, TrialState.PRUNED)
         return [(trial.number, tuple(trial.user_attrs[_OVERRIDES])) for trial in ended_trials]
 
@@ -188,12 +186,10 @@ class Study:
         return None
 
     def grid_of_trial(self, trial_number: int) -> str:
-        """Return the name of the grid that a trial's values are from."""
         trial = self._study.get_trials(deepcopy=False)[trial_number]
         return str(trial.params.get("grid", next(iter(self._space_by_grid))))
 
     def tell(self, trial_number: int, outcome: RunRecord | UserError) -> None:
-        """Report the outcome of a trial to Optuna."""
         self._running_trials.discard(trial_number)
         state = _STATE_BY_STATUS[outcome.status] if isinstance(outcome, RunRecord) else TrialState.FAIL
         # Optuna takes the last reported value as the value of a pruned trial. Both are merits, which are maximized.
@@ -261,9 +257,9 @@ def _write_secret(path: Path, text: str) -> None:
 
 def suggest_overrides(trial: optuna.trial.Trial, space_by_grid: Mapping[str, SearchSpace]) -> Overrides:
     """Let Optuna choose a grid and values for its swept keys; return the overrides of the run."""
-    grid_name = (
-        trial.suggest_categorical("grid", list(space_by_grid)) if len(space_by_grid) > 1 else next(iter(space_by_grid))
-    )
+    grid_name = next(iter(space_by_grid))
+    if len(space_by_grid) > 1:
+        grid_name = trial.suggest_categorical("grid", list(space_by_grid))
     return tuple(_suggest_override(trial, override) for override in space_by_grid[grid_name].values())
 
 

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from istar.drawing.pictures import render_files
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import is_locked, lock_folder
 from istar.finetune.config import WandbConfig
-from istar.finetune.execute.finished_runs import read_finished_run
+from istar.finetune.execute.identify import read_finished_run
 from istar.finetune.sweeps import comparison, pool
 from istar.finetune.sweeps.comparison import ConfigurationsByTask
 from istar.finetune.sweeps.live_table import Board, SweepEntry
@@ -86,7 +85,7 @@ class TrialQueue:
     def next_trial(self) -> Trial | None:
         """Return the next waiting trial that no other process executes or has finished, or None."""
         for entry in self.runs.state.entries_with("waiting"):
-            trial = self.runs.planned[entry.name].trial
+            trial = self.runs.planned[entry.name]
             if self._is_elsewhere(entry):
                 self.set_aside(trial)
             elif not self._report_if_finished(trial):
@@ -98,8 +97,7 @@ class TrialQueue:
         return bool(self.runs.state.entries_with("elsewhere"))
 
     def set_aside(self, trial: Trial) -> None:
-        """Record that another process executes a trial."""
-        self.board.set_status(self.runs.planned[trial.name].entry, "elsewhere")
+        self.board.set_status(trial.entry, "elsewhere")
 
     def _is_elsewhere(self, entry: SweepEntry) -> bool:
         return is_locked(self.runs.request.root / entry.name)
@@ -118,18 +116,17 @@ class TrialQueue:
 
     def report_finished(self, batch: Iterable[Trial]) -> None:
         """Report the running trials that have finished, while a launcher still executes the others."""
-        for trial in (trial for trial in batch if self.runs.planned[trial.name].entry.status == "running"):
+        for trial in batch:
             with suppress(UserError):  # the launcher returns it
-                if (record := self._read_finished(trial)) is not None:
+                if trial.entry.status == "running" and (record := self._read_finished(trial)) is not None:
                     self.on_ended(trial, record)
 
     def on_started(self, trial: Trial, log_path: Path | None) -> None:
-        """Record that a trial has started; its output is in the file `log_path`."""
-        self.board.record_start(self.runs.planned[trial.name].entry, log_path)
+        self.board.record_start(trial.entry, log_path)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Record the outcome of a trial; `status` is given if it does not follow from the outcome."""
-        self.board.record_end(self.runs.planned[trial.name].entry, outcome, status)
+        self.board.record_end(trial.entry, outcome, status)
 
     def tick(self) -> None:
         """Update the board, and check every second whether runs that other processes execute have ended."""
@@ -157,10 +154,10 @@ class SearchQueue(TrialQueue):
             if suggestion is None:
                 return None
             self._add_suggested_trial(*suggestion)
-        return replace(trial, optuna_trial=self._study.trial_address(self._trial_number_by_run[trial.name]))
+        trial.optuna_trial = self._study.trial_address(self._trial_number_by_run[trial.name])
+        return trial
 
     def is_waiting(self) -> bool:
-        """Return whether other processes still execute trials of this search."""
         return super().is_waiting() or self._study.is_waiting()
 
     def _add_suggested_trial(self, trial_number: int, overrides: Overrides) -> None:
@@ -172,10 +169,8 @@ class SearchQueue(TrialQueue):
             self._trial_number_by_run[entry.name] = trial_number
         else:
             # The run was finished before the search began, or its data cannot be loaded.
-            has_record = entry.status in ("finished", "pruned")
-            self._study.tell(
-                trial_number, self.runs.read_record(entry) if has_record else UserError(entry.error or entry.status)
-            )
+            has_record, error = entry.status in ("finished", "pruned"), UserError(entry.error or entry.status)
+            self._study.tell(trial_number, self.runs.read_record(entry) if has_record else error)
 
     def on_ended(self, trial: Trial, outcome: RunRecord | UserError, status: str | None = None) -> None:
         """Report the outcome of a trial to Optuna and to the board.
@@ -220,7 +215,6 @@ def run_search(runs: SweepRuns, live_board: Board) -> None:
 
 
 def _add_ended_trials(runs: SweepRuns, study: "Study") -> None:
-    """Add the runs of all trials that have ended, in any call; raises as `run_search` does."""
     for trial_number, overrides in study.ended_trials():
         entry = runs.add_run(overrides).entry
         runs.assign_grid(entry, study.grid_of_trial(trial_number))
@@ -254,7 +248,7 @@ def run_queue(queue: TrialQueue) -> None:
             with queue.board.ticking(partial(queue.report_finished, batch)):
                 outcomes = request.launcher([_make_launcher_overrides(trial) for trial in batch])
             for trial, outcome in zip(batch, outcomes, strict=True):
-                if queue.runs.planned[trial.name].entry.status == "finished":
+                if trial.entry.status == "finished":
                     continue
                 if isinstance(outcome, LockedError):
                     queue.set_aside(trial)
@@ -272,7 +266,7 @@ def _make_launcher_overrides(trial: Trial) -> Overrides:
     address_overrides = (f"sweep.trial='{trial.optuna_trial}'",) if trial.optuna_trial else ()
     # The commit of a hub model. Quotes, because a hash may look like a number.
     revision_overrides = (f"model.revision='{trial.config.model.revision}'",) if trial.config.model.revision else ()
-    return (*trial.overrides, *logger_overrides, *address_overrides, *revision_overrides)
+    return (*trial.entry.overrides, *logger_overrides, *address_overrides, *revision_overrides)
 
 
 def print_results(runs: SweepRuns) -> int:

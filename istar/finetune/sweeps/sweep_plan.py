@@ -28,19 +28,15 @@ class SweepPlan:
 
 
 def make_plan(runs: SweepRuns) -> SweepPlan:
-    """Return the plan of a sweep.
-
-    Raises:
-        UserError: if the data of a search cannot be loaded.
-    """
+    """Return the plan of a sweep, or raise a `UserError` if the data of a search cannot be loaded."""
     settings, state = runs.request.settings, runs.state
-    configs = [runs.planned[entry.name].trial.config for entry in state.entries_with("waiting")]
+    configs = [runs.planned[entry.name].config for entry in state.entries_with("waiting")]
     if settings.search == "optuna":
         configs = [runs.compose_sample_config()] * settings.trials
     name_by_group = {runs.selection_group(entry): entry.name for entry in state.entries} if settings.seeds else {}
     # The search has run the best configuration with its first seed already.
     num_other_seeds = len(set(settings.seeds) - {entry.seed for entry in state.entries})
-    repeated = [runs.planned[name].trial.config for name in name_by_group.values()] * num_other_seeds
+    repeated = [runs.planned[name].config for name in name_by_group.values()] * num_other_seeds
     if not (configs := [*configs, *repeated]):
         # Reading the records of all finished runs takes time, so it is skipped.
         return SweepPlan(len(name_by_group), num_repetitions=0, seconds_per_run=None, duration="")

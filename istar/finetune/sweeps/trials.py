@@ -15,7 +15,9 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from istar.errors import UserError
 from istar.finetune.config import Config
 from istar.finetune.config.schema import OPTIONS_BY_GROUP
+from istar.finetune.sweeps.live_table import SweepEntry
 from istar.runs.key import RunKey
+from istar.runs.record import RunRecord
 
 _IGNORED_KEY_PREFIXES = ("run.", "logger")  # prefixes of keys that do not change the results of a run
 
@@ -25,15 +27,19 @@ Overrides = tuple[str, ...]
 SearchSpace = dict[str, Override]  # the search space of one grid: an override for each key, with one value or several
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """One run of a sweep: its overrides, its config and its name."""
+    """One run of a sweep, which may have ended."""
 
-    overrides: Overrides  # the overrides of the run, as on the command line
-    config: Config  # the config that the overrides compose
-    name: str  # the name of the run's folder
+    config: Config  # the config that its overrides compose
+    entry: SweepEntry  # its entry in the sweep's state, with its name and its overrides
     key: RunKey | None = None  # None if its data cannot be loaded
+    record: RunRecord | None = None  # if the run was finished when it was added
     optuna_trial: str | None = None  # address of the trial in an Optuna search, see `Study.trial_address`
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
 
 
 def make_search_spaces(
@@ -56,10 +62,8 @@ def make_search_spaces(
         only: names of the grids to use; empty means all.
         config_loader: Hydra's loader, which lists the options of a config group; needed only for `glob(*)`.
 
-    Raises:
-        UserError: if command line and grids choose the option of the same config group, a `glob` matches no option, or
-            a range or an interval is empty.
-        HydraException: if an override cannot be parsed.
+    Raises a `UserError` if command line and grids choose the option of the same config group, a `glob` matches no
+    option, or a range or an interval is empty, and Hydra's error if an override cannot be parsed.
     """
     parser = OverridesParser.create(config_loader)
     overrides = parser.parse_overrides(list(arguments))
@@ -101,7 +105,6 @@ def _check_is_not_empty(override: Override) -> None:
 
 
 def _format_override_value(value: Any) -> str:
-    """Convert a value of a YAML file to the syntax of Hydra's command line; a list becomes values to sweep over."""
     if isinstance(value, list):
         return ",".join(map(_format_override_value, value))
     if value is None or isinstance(value, bool):
@@ -112,8 +115,7 @@ def _format_override_value(value: Any) -> str:
 def list_combinations(space: SearchSpace) -> list[Overrides]:
     """List the overrides of all combinations of a search space's values, the last key fastest, without duplicates.
 
-    Raises:
-        UserError: if a key has a continuous interval instead of a list of values.
+    Raises a `UserError` if a key has a continuous interval instead of a list of values.
     """
     choices_by_key = []
     for override in space.values():
@@ -162,9 +164,8 @@ def sweep_hash(space_by_grid: Mapping[str, SearchSpace], *settings: Any) -> str:
 
     They are part of the name of the sweep's folder, so that a repeated command resumes its sweep.
     """
-    overrides_by_grid = []
-    for space in space_by_grid.values():
-        overrides_by_grid.append(
-            [override.input_line for key, override in space.items() if not key.startswith(_IGNORED_KEY_PREFIXES)]
-        )
+    overrides_by_grid = [
+        [override.input_line for key, override in space.items() if not key.startswith(_IGNORED_KEY_PREFIXES)]
+        for space in space_by_grid.values()
+    ]
     return hashlib.sha256(json.dumps([overrides_by_grid, *settings]).encode()).hexdigest()[:6]

@@ -27,14 +27,10 @@ STARTS_FILE = "starts.npy"
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of all documents of a corpus, one document after the other.
+    """The tokens of all documents of a corpus, one document after the other."""
 
-    Attributes:
-        tokens: token ids, (tokens,), unsigned integers; usually a memory-mapped file.
-        starts: position of the first token of each document, then the number of all tokens, (documents + 1,) int64.
-    """
-
-    tokens: NDArray[Any]
+    tokens: NDArray[Any]  # token ids, (tokens,), unsigned integers; usually a memory-mapped file
+    # Position of the first token of each document, then the number of all tokens, (documents + 1,) int64.
     starts: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -117,17 +113,14 @@ class TokenBlocks:
 
     If documents are packed, a block may contain the end of one document and the beginning of the next. Otherwise it is
     a part of one document.
-
-    Attributes:
-        spans: positions in the corpus of the first token of each block and of the token after its last one, (blocks, 2)
-            int64.
-        prefix, suffix: special tokens at the beginning and at the end of each block.
     """
 
     corpus: Corpus
+    # Positions in the corpus of the first token of each block and of the token after its last one, (blocks, 2)
+    # int64.
     spans: NDArray[np.int64]
-    prefix: Sequence[int] = ()
-    suffix: Sequence[int] = ()
+    prefix: Sequence[int] = ()  # special tokens at the beginning of each block
+    suffix: Sequence[int] = ()  # and at its end
 
     def __len__(self) -> int:
         return len(self.spans)

@@ -24,15 +24,11 @@ _SAMPLE_SEED = 0
 
 @dataclass(frozen=True)
 class DocumentStream:
-    """Documents in shards, such as files, which are read in a random order of the shards.
+    """Documents in shards, such as files, which are read in a random order of the shards."""
 
-    Attributes:
-        shards: functions that return an iterator over the documents of one shard, always in the same order.
-        digest: identifies the documents in the hash of a run.
-    """
-
+    # Functions that return an iterator over the documents of one shard, always in the same order.
     shards: Sequence[Callable[[], Iterator[str]]]
-    digest: str
+    digest: str  # identifies the documents in the hash of a run
 
     def iterate(
         self, seed: Sequence[int], rank: int = 0, world_size: int = 1, shard: int = 0, document: int = 0

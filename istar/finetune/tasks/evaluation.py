@@ -31,19 +31,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Turn the logits of a model for one split into predictions, and into metrics if the split has labels.
-
-    Attributes:
-        features: result of `featurize(..., training=False)` for the examples.
-        n_best: for spans, number of start positions and of end positions in each window that are combined.
-        max_answer_length: for spans, maximum length of an answer in tokens.
-    """
+    """Turn the logits of a model for one split into predictions, and into metrics if the split has labels."""
 
     spec: TaskSpec
     examples: datasets.Dataset
-    features: datasets.Dataset
-    n_best: int = 20
-    max_answer_length: int = 30
+    features: datasets.Dataset  # result of `featurize(..., training=False)` for the examples
+    n_best: int = 20  # for spans, number of start positions and of end positions in each window that are combined
+    max_answer_length: int = 30  # for spans, maximum length of an answer in tokens
 
     def __call__(self, outputs: Mapping[int, NDArray[Any]]) -> Evaluation:
         """Decode the logits into one prediction per example, and score the predictions if there are labels.

@@ -152,7 +152,6 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     @property
     def lengths(self) -> NDArray[Any]:
-        """Number of tokens of each row, (rows,)."""
         return np.diff(self._token_columns["input_ids"][1])
 
     def __len__(self) -> int:
@@ -165,7 +164,6 @@ class FeatureRows(torch.utils.data.Dataset[dict[str, Any]]):
         return features
 
     def training_row(self, index: int, epoch: int) -> dict[str, Any]:
-        """Return the features of a row by name. They are the same in all epochs."""
         return self[index]
 
 
@@ -240,9 +238,6 @@ def _list_used_columns(spec: TaskSpec, dataset: datasets.Dataset, training: bool
     return columns
 
 
-# --- tokenization -------------------------------------------------------------------------------------------
-
-
 def _encode_batch(
     spec: TaskSpec,
     tokenizer: PreTrainedTokenizerBase,
@@ -251,7 +246,6 @@ def _encode_batch(
     training: bool,
     examples: Mapping[str, Sequence[Any]],
 ) -> dict[str, Any]:
-    """Return the columns of a batch's features; `example_id` counts from the start of the batch."""
     texts = [list(examples[name]) for name in spec.text_columns]
     columns: dict[str, Any]
     if spec.kind != "span":
@@ -298,9 +292,6 @@ def _tokenize_split(
             num_features += len(columns["length"])
             progress.update(min(_BATCH_ROWS, len(rows) - start))
     return datasets.Dataset(InMemoryTable(pa.concat_tables(tables)))
-
-
-# --- cache --------------------------------------------------------------------------------------------------
 
 
 def _compute_cache_key(

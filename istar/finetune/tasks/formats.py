@@ -25,17 +25,11 @@ _PTB_ESCAPE = re.compile("|".join(map(re.escape, _PTB_ESCAPES)))
 
 @dataclass(frozen=True)
 class RawSplit:
-    """Columns of a split as they are in a file or another source, before they are validated.
+    """Columns of a split as they are in a file or another source, before they are validated."""
 
-    Attributes:
-        source: file or other origin, for error messages.
-        columns: values of each column by its name on the hub.
-        lines: line number of each row, for error messages; empty if unknown.
-    """
-
-    source: str
-    columns: Mapping[str, Sequence[Any]]
-    lines: Sequence[int] = ()
+    source: str  # file or other origin, for error messages
+    columns: Mapping[str, Sequence[Any]]  # values of each column by its name on the hub
+    lines: Sequence[int] = ()  # line number of each row, for error messages; empty if unknown
 
     def location(self, row: int) -> str:
         """Return the source and the line or row number of a row, counted from 1, for error messages."""

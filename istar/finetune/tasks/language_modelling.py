@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError
-from istar.finetune.tasks.blocks import Corpus, TokenBlocks, cut_blocks
+from istar.finetune.tasks.blocks import Corpus, TokenBlocks
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.models.special_tokens import special_tokens
 from istar.regularizers.points import IGNORED_LABEL
@@ -33,13 +33,6 @@ def find_block_tokens(spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> tup
     """
     prefix, suffix = special_tokens(tokenizer)
     return prefix, [] if spec.kind == "causal_lm" else suffix
-
-
-def cut_into_blocks(
-    spec: TaskSpec, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, packing: bool
-) -> TokenBlocks:
-    """Cut a corpus into blocks of at most `length` tokens with the special tokens of the task; see `cut_blocks`."""
-    return cut_blocks(corpus, length, *find_block_tokens(spec, tokenizer), packing)
 
 
 class Masking:
@@ -98,20 +91,15 @@ def find_word_continuations(tokens: Sequence[str | None]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Blocks of tokens with their labels, as the rows of a `DataLoader` with a `BlockCollator`.
-
-    Attributes:
-        masking: chooses the tokens to predict in masked language modelling; None for causal language modelling.
-        seed: seed of the masks in training, which also depend on the epoch and the row.
-    """
+    """Blocks of tokens with their labels, as the rows of a `DataLoader` with a `BlockCollator`."""
 
     blocks: TokenBlocks
+    # Chooses the tokens to predict in masked language modelling; None for causal language modelling.
     masking: Masking | None
-    seed: int
+    seed: int  # seed of the masks in training, which also depend on the epoch and the row
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of each block, (blocks,)."""
         return self.blocks.lengths
 
     def __len__(self) -> int:
@@ -125,7 +113,6 @@ class BlockRows:
         return self._make_row(index, (_VALIDATION_SEED, index))
 
     def training_row(self, index: int, epoch: int) -> dict[str, Any]:
-        """Return a row as in training, with new masks in each epoch."""
         return self._make_row(index, (self.seed, epoch, index))
 
     def _make_row(self, index: int, mask_seed: tuple[int, ...]) -> dict[str, Any]:
@@ -137,15 +124,10 @@ class BlockRows:
             input_ids[text], labels[text] = self.masking(input_ids[text], mask_seed)
         else:
             labels[text] = input_ids[text]
-        return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "documents": self.blocks.document_numbers(index),
-            "feature_id": index,
-        }
+        documents = self.blocks.document_numbers(index)
+        return {"input_ids": input_ids, "labels": labels, "documents": documents, "feature_id": index}
 
     def take_first(self, count: int) -> "BlockRows":
-        """Return only the first `count` rows."""
         return replace(self, blocks=replace(self.blocks, spans=self.blocks.spans[:count]))
 
 
@@ -215,9 +197,7 @@ class LanguageModelEvaluator:
             raise ValueError(
                 f"the outputs must belong to exactly the {self.num_blocks} blocks; they are {len(outputs)}"
             )
-        loss_sum, num_tokens, num_correct = (
-            math.fsum(block_values) for block_values in zip(*outputs.values(), strict=True)
-        )
+        loss_sum, num_tokens, num_correct = map(math.fsum, zip(*outputs.values(), strict=True))
         if not math.isfinite(loss_sum):
             raise NonFiniteError(
                 f"task {self.spec.name}: the loss of the validation set is {loss_sum:g}: the model has diverged, or "

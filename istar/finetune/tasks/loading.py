@@ -29,16 +29,6 @@ ROW_COLUMN = "row"
 _HASH_BATCH_ROWS = 10_000
 
 
-def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> dict[str, Dataset]:
-    """Load and validate splits of a task, such as `train` or `validation_matched`, and return them by name.
-
-    The splits are loaded from the folder `data_dir`; `istar.finetune.tasks.sources` describes its layout. Without a
-    folder, they are loaded from the hub or, for demo tasks, generated. Raises a `UserError` if no suitable files are
-    found, the hub cannot be reached, or the data do not fit the task.
-    """
-    return read_splits(find_source(spec, data_dir, splits), spec, splits)
-
-
 def find_source(
     spec: TaskSpec,
     data_dir: str | Path | None,
@@ -49,8 +39,8 @@ def find_source(
     """Return the source of a task's splits: a folder, the hub (which is downloaded), or the demo generator.
 
     If `data_dir` is a text corpus, its documents are cached below `cache_dir`, or below the default of `cache_folder`.
-    With `stream`, the training data of the hub are not downloaded.
-    Raises a `UserError` if no suitable files are found, or the hub cannot be reached.
+    With `stream`, the training data of the hub are not downloaded. Raises a `UserError` if no suitable files are found,
+    or the hub cannot be reached.
     """
     if data_dir is not None and spec.is_language_modelling:
         return sources.make_text_source(Path(data_dir).expanduser(), cache_folder(cache_dir))
@@ -131,8 +121,6 @@ def fingerprint(*splits: Dataset) -> str:
                 digest.update(batch.serialize())
     return digest.hexdigest()
 
-
-# --- validation ---------------------------------------------------------------------------------------------
 
 _UNLABELLED = {"-1", "-1.0", "", "None"}
 """Label values, as strings, that mean a missing label in test sets."""

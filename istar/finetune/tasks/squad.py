@@ -181,7 +181,6 @@ def _truncate_questions(questions: Sequence[str], tokenizer: PreTrainedTokenizer
 def _cut_question(
     question: str, offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> str:
-    """Return the longest beginning of a question that ends with a token and has at most `max_tokens` tokens."""
     # A word that is cut in the middle may have more tokens than before, so the shortened text is tokenized again.
     for num_kept_tokens in range(max_tokens, 0, -1):
         text = question[: offsets[num_kept_tokens - 1][1]]

@@ -44,25 +44,18 @@ class StreamedBlocks:
 
     They are shuffled within windows. A window can be cut again from its position, so that an interrupted training
     resumes exactly.
-
-    Attributes:
-        prefix, suffix: special tokens at the beginning and at the end of each block.
-        length: number of tokens of a block, including its special tokens.
-        packing: whether blocks are filled across documents.
-        masking: chooses the tokens to predict in masked language modelling; None for causal language modelling.
-        seed: seed of the order and the masks.
-        window_blocks: number of blocks in a window.
     """
 
     documents: DocumentStream
     tokenizer: PreTrainedTokenizerBase
-    prefix: Sequence[int]
-    suffix: Sequence[int]
-    length: int
-    packing: bool
+    prefix: Sequence[int]  # special tokens at the beginning of each block
+    suffix: Sequence[int]  # and at its end
+    length: int  # number of tokens of a block, including its special tokens
+    packing: bool  # whether blocks are filled across documents
+    # Chooses the tokens to predict in masked language modelling; None for causal language modelling.
     masking: Masking | None
-    seed: int
-    window_blocks: int
+    seed: int  # seed of the order and the masks
+    window_blocks: int  # number of blocks in a window
 
     def iterate_windows(
         self, epoch: int, rank: int = 0, world_size: int = 1, start: StreamPosition = _BEGINNING

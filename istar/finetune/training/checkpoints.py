@@ -79,18 +79,14 @@ class Checkpoints(Checkpoint):
 
     The callback `history`, which determines the best epoch, must precede this callback.
 
-    Attributes:
-        run_name: stored in each checkpoint and verified when the run is resumed.
-        metrics_file: each checkpoint stores how many rows it has.
-        every_n_steps, every_n_minutes: distance of checkpoints within an epoch; None for no such checkpoints.
     """
 
     folder: Path
-    run_name: str
+    run_name: str  # stored in each checkpoint and verified when the run is resumed
     history: History
-    metrics_file: MetricsFile
+    metrics_file: MetricsFile  # each checkpoint stores how many rows it has
     stop_signal: StopSignal
-    every_n_steps: int | None = None
+    every_n_steps: int | None = None  # distance of checkpoints within an epoch
     every_n_minutes: float | None = None
     _last_step: int = field(default=0, init=False)
     _last_saved_step: int = field(default=0, init=False)
@@ -113,7 +109,6 @@ class Checkpoints(Checkpoint):
             self.stop_signal.raise_stopped(f"saved at step {self._last_step}")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the weights if this validation is the best one so far."""
         if trainer.state.fn == "fit" and self.history.best_epoch == len(self.history.epochs):
             trainer.save_checkpoint(self.best_weights_path(), weights_only=True)
 
@@ -128,7 +123,6 @@ class Checkpoints(Checkpoint):
         return self.folder / f"best-epoch-{self.history.best_epoch}.ckpt"
 
     def newest_path(self) -> Path | None:
-        """Return the path of the newest checkpoint, which may be damaged, or None if there is none."""
         paths = _list_sorted_paths(self.folder, "step")
         return paths[-1] if paths else None
 
@@ -148,7 +142,6 @@ class Checkpoints(Checkpoint):
         return bool(is_due), signal_number
 
     def _save(self, trainer: L.Trainer) -> None:
-        """Save the complete state, and delete all but the newest checkpoints."""
         trainer.save_checkpoint(self.folder / f"step-{trainer.global_step}.ckpt")
         self._last_saved_step, self._last_saved_at = trainer.global_step, time.monotonic()
         if trainer.is_global_zero:
@@ -195,7 +188,6 @@ class Checkpoints(Checkpoint):
 
 
 def _is_validation_next(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Return whether a validation follows this training batch: at the end of an epoch, or by `val_check_interval`."""
     if trainer.is_last_batch or trainer.should_stop:
         return True
     # Lightning counts batches over all epochs if check_val_every_n_epoch is null.
@@ -268,7 +260,6 @@ def _list_sorted_paths(folder: Path, prefix: str) -> list[Path]:
 
 
 def _parse_number_in_name(path: Path) -> int:
-    """Return the number in a file name, such as 12 for `step-12.ckpt`; -1 for any other name."""
     match = re.fullmatch(r"(?:step|best-epoch)-([0-9]+)\.ckpt", path.name)
     return int(match[1]) if match else -1
 

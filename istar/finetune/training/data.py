@@ -22,34 +22,22 @@ _BATCHES_PER_POOL = 50
 """Number of batches to sort by length together. Larger pools need less padding, but shuffle less."""
 
 
-def count_examples_per_process(num_examples: int, world_size: int) -> int:
-    """Return the number of training examples that each process has in an epoch, including repeated ones."""
-    return math.ceil(num_examples / world_size)
-
-
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
     """Yield example indices such that batches contain examples of similar length and come in random order.
 
     The order depends only on the seed and the epoch. Every process takes its share of every global batch, so W
     processes together see the batches that one process sees with a batch size W times as large.
-
-    Attributes:
-        lengths: number of tokens of each example, (examples,).
-        batch_size: number of examples in a batch of one process.
-        group_by_length: whether to group examples by length; False only shuffles them.
-        world_size: number of processes. If it does not divide the number of examples, the first ones are repeated at
-            the end.
-        epoch: current epoch.
     """
 
-    lengths: Any
-    batch_size: int
+    lengths: Any  # number of tokens of each example, (examples,)
+    batch_size: int  # number of examples in a batch of one process
     seed: int
-    group_by_length: bool = True
+    group_by_length: bool = True  # whether to group examples by length; False only shuffles them
     rank: int = 0
+    # Number of processes. If it does not divide the number of examples, the first ones are repeated at the end.
     world_size: int = 1
-    epoch: int = field(default=0, init=False)
+    epoch: int = field(default=0, init=False)  # current epoch
     _first_epoch: int = field(default=0, init=False)
     _num_skipped: int = field(default=0, init=False)
 
@@ -59,11 +47,10 @@ class LengthGroupedSampler(Sampler[int]):
         self._num_skipped = num_skipped
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; Lightning calls this at the start of every epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return count_examples_per_process(len(self.lengths), self.world_size)
+        return math.ceil(len(self.lengths) / self.world_size)
 
     def __iter__(self) -> Iterator[int]:
         order = self._global_order()
@@ -154,17 +141,14 @@ class StreamedBatches(IterableDataset[list[dict[str, Any]]]):
 
     An epoch ends on all processes when the first of them has no more blocks. All processes iterate together, because
     they agree on this before each window.
-
-    Attributes:
-        find_epoch: returns the current epoch.
-        window: the window of the latest batch: the number of batches before it in the epoch, and its `StreamPosition`.
     """
 
     blocks: StreamedBlocks
     batch_size: int
-    find_epoch: Callable[[], int]
+    find_epoch: Callable[[], int]  # returns the current epoch
     rank: int = 0
     world_size: int = 1
+    # The window of the latest batch: the number of batches before it in the epoch, and its `StreamPosition`.
     window: tuple[int, ...] = field(default=(), init=False)
     _resumed: tuple[int, int, tuple[int, ...]] | None = field(default=None, init=False)
 
@@ -201,22 +185,14 @@ class StreamedBatches(IterableDataset[list[dict[str, Any]]]):
 
 @dataclass(eq=False)
 class FineTuningData(L.LightningDataModule):
-    """Provide the data loaders of the tokenized training, validation and test sets.
+    """Provide the data loaders of the tokenized training, validation and test sets."""
 
-    Attributes:
-        train: training set, or with `stream` a sample of it.
-        validation: validation sets; the first one determines the headline metric.
-        collate: turns rows into a padded batch.
-        seed: seed of the order of the training examples.
-        stream: the training data, if they are streamed.
-    """
-
-    train: TokenizedRows
-    validation: Sequence[TokenizedRows]
+    train: TokenizedRows  # with `stream` a sample
+    validation: Sequence[TokenizedRows]  # the first one determines the headline metric
     test: Sequence[TokenizedRows]
     collate: Collate
     config: DataConfig
-    seed: int
+    seed: int  # of the order of the training examples
     stream: StreamedBlocks | None = None
 
     def __post_init__(self) -> None:
@@ -226,10 +202,7 @@ class FineTuningData(L.LightningDataModule):
         self._streamed_batches: StreamedBatches | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of completed epochs, and the number of batches already used in the current epoch.
-
-        For a stream, this includes the window of each process's latest batch.
-        """
+        """Return the numbers of completed epochs and of batches in the current one; of a stream, also the windows."""
         assert self.trainer is not None
         fit_loop = self.trainer.fit_loop
         epoch_counts: Any = fit_loop.epoch_progress.current
@@ -251,22 +224,17 @@ class FineTuningData(L.LightningDataModule):
             self._sampler.resume(self._resume_position["epoch"], num_skipped)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the training loader, which shuffles the examples in every epoch."""
         rank, world_size = self._rank_and_world_size()
         if self.stream is not None:
             return self._build_stream_loader(self.stream, rank, world_size)
+        batch_size, group_by_length = self.config.batch_size, self.config.group_by_length
         self._sampler = sampler = LengthGroupedSampler(
-            self.train.lengths,
-            self.config.batch_size,
-            self.seed,
-            group_by_length=self.config.group_by_length,
-            rank=rank,
-            world_size=world_size,
+            self.train.lengths, batch_size, self.seed, group_by_length, rank, world_size
         )
         self._resume()
         return DataLoader(
             TrainingRows(self.train, sampler),  # type: ignore[arg-type]
-            batch_size=self.config.batch_size,
+            batch_size=batch_size,
             sampler=sampler,
             collate_fn=self.collate,
             # New workers start in each epoch and take over the epoch of the sampler.

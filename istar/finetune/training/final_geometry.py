@@ -92,8 +92,7 @@ def measure_validation_geometry(passes: EvaluationPasses, rows: TokenizedRows) -
         of the last token of a decoder, which alone has seen the whole text. In the first layers of a decoder, the
         states of texts that end in the same token are nearly equal, and the dimension describes how such copies differ.
 
-    Raises:
-        NonFiniteError: if hidden states are not finite.
+    Raises a `NonFiniteError` if hidden states are not finite.
     """
     config = passes.module.model.config
     moments = Moments(config.hidden_size, passes.trainer.strategy.root_device)
@@ -137,21 +136,16 @@ def compute_isoscore_star_by_layer(
     on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count.
 
     Args:
-        passes: computes the states of the model.
-        validation: rows with the points X.
-        train: rows to sample for Sigma_S.
         zeta: weight of Sigma_S in [0, 1].
         seed: seed of the sample of training rows.
-        num_points: minimum number of points for Sigma_S, counted over the union of layers 1 to L. All rows are used if
-            they have fewer points.
+        num_points: minimum number of points for Sigma_S, counted over the union; all rows are used if they have fewer.
 
     Returns:
         A dictionary with `zeta`; `num_points`, the number of points in Sigma_S of the union; `union`, the score of
         layers 1 to L together; and `layers`, the score of each layer by its number as a string (0 is the embedding
         output). Scores are in [0, 1]; None for states that are all equal.
 
-    Raises:
-        NonFiniteError: if hidden states are not finite.
+    Raises a `NonFiniteError` if hidden states are not finite.
     """
 
     def accumulate(rows: TokenizedRows, order: Sequence[int]) -> list[Moments]:
@@ -161,9 +155,8 @@ def compute_isoscore_star_by_layer(
 
     union_and_layers = accumulate(validation, sort_longest_first(validation))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    num_layers = len(union_and_layers) - 2
-    training_rows = select_rows_with_tokens(train, order, math.ceil(num_points / num_layers))
-    training_moments = accumulate(train, training_rows)
+    num_tokens = math.ceil(num_points / (len(union_and_layers) - 2))
+    training_moments = accumulate(train, select_rows_with_tokens(train, order, num_tokens))
 
     def compute_score(moments: Moments, shrinkage_moments: Moments) -> float | None:
         return call_or_none(lambda: isoscore_star(moments, to_covariance(shrinkage_moments), zeta))
@@ -180,8 +173,7 @@ def compute_isoscore_star_by_layer(
 def unite_layers(layers: Sequence[Moments]) -> Moments:
     """Return the moments of the union of layers 1 to L; `layers` starts with the embedding output, which is left out.
 
-    Raises:
-        UserError: if the layers have different widths.
+    Raises a `UserError` if the layers have different widths.
     """
     union = Moments(layers[0].dim, layers[0].scatter.device)
     for moments in layers[1:]:
@@ -200,7 +192,6 @@ def find_summary_positions(config: PretrainedConfig, mask: Tensor) -> Tensor:
 
 
 def _estimate_dimension(states: Tensor) -> float | None:
-    """Return the TwoNN dimension of states `(n, d)`, or None if they are too few, or equal up to rounding."""
     mean = states.double().mean(0)
     spread = (states.double() - mean).norm(dim=1).max()
     # States that differ by at most four rounding errors count as equal, as do the embedding outputs of [CLS].

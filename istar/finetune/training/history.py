@@ -36,27 +36,19 @@ class History(L.Callback):
     """Record the metrics and the isotropy of every validation, and determine the best epoch.
 
     The best epoch is the first with the best value of `selection_metric`.
-
-    Attributes:
-        selection_metric: name of the metric that selects the best epoch; see
-            `istar.runs.names.is_lower_better`.
-        geometry: callback that measures the isotropy. It must precede this callback.
-        keep_best: False makes the latest epoch the best, for runs without checkpoints of earlier epochs.
-        before_training: metrics and isotropy before training.
-        epochs: one entry per validation during training, with `epoch` (counted from 1), `step`, `metrics` and
-            `isotropy`.
-        best_epoch: number of the best entry of `epochs`, counted from 1; 0 before the first validation during training.
-        best_evaluations: metrics and predictions of the best epoch, by the metric suffix of the validation set.
-        pruned: whether an Optuna pruner has stopped the run. Checkpoints omit this, so that the run can be continued.
     """
 
     selection_metric: str
-    geometry: ValidationGeometry
-    keep_best: bool = True
-    before_training: dict[str, Any] = field(default_factory=dict, init=False)
+    geometry: ValidationGeometry  # measures the isotropy; it must precede this callback
+    keep_best: bool = True  # False makes the latest epoch the best, for runs without checkpoints of earlier epochs
+    before_training: dict[str, Any] = field(default_factory=dict, init=False)  # metrics and isotropy before training
+    # One entry per validation during training, with `epoch` (counted from 1), `step`, `metrics` and `isotropy`.
     epochs: list[dict[str, Any]] = field(default_factory=list, init=False)
+    # Number of the best entry of `epochs`, counted from 1; 0 before the first validation during training.
     best_epoch: int = field(default=0, init=False)
+    # Metrics and predictions of the best epoch, by the metric suffix of the validation set.
     best_evaluations: dict[str, Evaluation] = field(default_factory=dict, init=False)
+    # Whether an Optuna pruner has stopped the run. Checkpoints omit this, so that the run can be continued.
     pruned: bool = field(default=False, init=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -146,7 +138,6 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write the file if anything was logged."""
         self.write()
 
     def write(self) -> None:

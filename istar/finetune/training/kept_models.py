@@ -50,10 +50,6 @@ class KeptModels(L.Callback):
     Each folder's `training_step.json` records the step for `istar measure --checkpoints`. Rank 0 writes each folder as
     a whole, see `istar.files.outputs.Output`. The callback must precede the one that writes checkpoints, so that the
     models of all steps up to a checkpoint exist. A resumed training writes the models of later steps again.
-
-    Attributes:
-        folder: folder that contains the models.
-        schedule: see `is_kept`.
     """
 
     folder: Path
@@ -95,7 +91,6 @@ class KeptModels(L.Callback):
             )
 
     def _save(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Save the model of the current step on rank 0, and replace its folder if it exists."""
         weights = gather_weights(pl_module.model)
         if not trainer.is_global_zero:
             return
@@ -110,7 +105,6 @@ class KeptModels(L.Callback):
         return run_output(self.folder.parent)
 
     def _remove_later_models(self) -> None:
-        """Remove all models except those that the schedule saves up to the current step."""
         past_steps = [step for step in range(self._step + 1) if is_kept(step, self.schedule)]
         past_names = {model_folder_of_step(self.folder, step).name for step in past_steps}
         for path in self.folder.glob("step-*"):

@@ -65,7 +65,6 @@ class LanguageModelTuner(FineTuner):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """Collect each block's loss sum and numbers of predicted and correct tokens; return states for callbacks."""
         # Callbacks measure the hidden states of the first validation set only.
         prediction = self._predict(batch, reads_states=dataloader_idx == 0)
         losses = prediction.losses.double()
@@ -77,7 +76,6 @@ class LanguageModelTuner(FineTuner):
         return {"hidden_states": prediction.states, "attention_mask": token_mask(batch)}
 
     def _predict(self, batch: Batch, reads_states: bool = False) -> "_Prediction":
-        """Run the model on a batch, and compute the loss of each predicted token."""
         labels = _align_labels_with_logits(batch["labels"], self.is_causal)
         is_predicted = labels != IGNORED_LABEL
         inputs = inputs_with_labels(batch)

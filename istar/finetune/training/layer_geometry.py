@@ -12,13 +12,7 @@ import torch
 from istar.errors import UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
-from istar.finetune.training.final_geometry import (
-    EvaluationPasses,
-    add_layers,
-    call_or_none,
-    list_layers,
-    unite_layers,
-)
+from istar.finetune.training.final_geometry import EvaluationPasses, add_layers, call_or_none, list_layers, unite_layers
 from istar.finetune.training.module import FineTuner, log_immediately, naming_step
 from istar.hidden_states.model_layers import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
@@ -81,14 +75,12 @@ class ValidationGeometry(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Add a batch of the first validation set to the sums of each layer."""
         if dataloader_idx > 0:
             return
         sums_class: Any = LayerSums if self.is_monitored else Moments
         add_layers(self._sums, outputs["hidden_states"], outputs["attention_mask"], sums_class)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compute and log the measures of all layers from the tokens of all processes."""
         all_sums = {layer: sums.all_reduce() for layer, sums in self._sums.items()}
         moments = {layer: sums.moments if self.is_monitored else sums for layer, sums in all_sums.items()}
         self._sums = {}
@@ -138,12 +130,7 @@ class GeometryProbe(L.Callback):
     trained weights by a single bit. It must precede the callback that writes checkpoints, so that the checkpoint of a
     step contains the measures of that step.
 
-    Attributes:
-        rows: tokenized validation set to sample from.
-        collate: turns rows into a padded batch.
-        batch_size: examples per forward pass.
-        every_n_steps: number of optimizer steps between two measurements.
-        num_examples: number of examples in the sample.
+    `rows` are the tokenized validation set to sample from.
     """
 
     rows: TokenizedRows
@@ -201,9 +188,6 @@ class GeometryProbe(L.Callback):
         passes = EvaluationPasses(trainer, pl_module, self.collate, self.batch_size)
         with preserve_rng_states(trainer.strategy.root_device), naming_step("geometry", trainer):
             sums = passes.sum_layers(self.rows, self.sample, LayerSums)
-            values = {
-                geometry_key(layer, name): value
-                for layer, layer_sums in sums.items()
-                for name, value in layer_sums.compute(SAMPLED).items()
-            }
+            measures = {layer: layer_sums.compute(SAMPLED) for layer, layer_sums in sums.items()}
+        values = {geometry_key(layer, name): value for layer in measures for name, value in measures[layer].items()}
         log_immediately(trainer, {"epoch": epoch, **values, SECONDS_KEY: time.perf_counter() - start})

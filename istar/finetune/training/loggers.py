@@ -17,7 +17,7 @@ from istar.errors import UserError, shorten
 from istar.finetune.config import Config, TensorBoardConfig, WandbConfig
 from istar.finetune.config.output_config import LIGHTNING_LOGGERS
 from istar.finetune.config.schema import to_dict
-from istar.finetune.config.trainer_arguments import check_argument_types
+from istar.finetune.config.trainer_config import check_argument_types
 from istar.finetune.training.history import MetricsFile
 from istar.runs.names import isotropy_key
 
@@ -61,8 +61,7 @@ def attach_loggers(trainer: L.Trainer, metrics_file: MetricsFile, config: Config
 def check_further_loggers(config: Config) -> None:
     """Check the loggers of `logger.also` without creating them, because some write files or contact a server.
 
-    Raises:
-        UserError: if the library of a logger is not installed, or the logger does not take an argument.
+    Raises a `UserError` if the library of a logger is not installed, or the logger does not take an argument.
     """
     for name, arguments in config.logger.also.items():
         module = LIGHTNING_LOGGERS[name]
@@ -120,7 +119,6 @@ class TensorBoardResultLogger(TensorBoardLogger, ResultLogger):
 
     @rank_zero_only
     def log_result(self, result: Mapping[str, Any]) -> None:
-        """Log the settings of the run with the metrics and the isotropy of the best epoch."""
         scores = {f"val/{name}": value for name, value in result["metrics"].items()}
         scores |= {isotropy_key(layer): score for layer, score in result["isotropy"]["after"].items()}
         settings = {key: value for key, value in result["config"].items() if key not in ("logger", "run")}

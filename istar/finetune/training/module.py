@@ -42,14 +42,10 @@ class StepGuard:
     """Skip optimizer steps with a gradient that is not finite, or stop the training at the first one.
 
     The gradient norm is equal on all processes, so all of them skip the same steps.
-
-    Attributes:
-        skip_nonfinite: whether to skip such steps; False stops the training.
-        num_skipped: number of skipped steps.
     """
 
-    skip_nonfinite: bool
-    num_skipped: int = field(default=0, init=False)
+    skip_nonfinite: bool  # whether to skip such steps; False stops the training
+    num_skipped: int = field(default=0, init=False)  # number of skipped steps
 
     def must_skip(self, step: int, micro_batches: Sequence[Mapping[str, Tensor]], gradient_norm: Tensor | None) -> bool:
         """Return whether to skip an optimizer step; a message names the first loss that is not finite.
@@ -59,8 +55,7 @@ class StepGuard:
             micro_batches: logged metrics of the step's micro-batches, with the losses.
             gradient_norm: the global norm; None if a gradient scaler already skips steps that overflow.
 
-        Raises:
-            NonFiniteError: if `skip_nonfinite` is False and a loss or the norm is not finite.
+        Raises a `NonFiniteError` if `skip_nonfinite` is False and a loss or the norm is not finite.
         """
         names = {"task loss": "train/task_loss", "penalty": "train/penalty"}
         named_values = [(name, batch[key]) for batch in micro_batches for name, key in names.items() if key in batch]
@@ -85,7 +80,6 @@ class FineTuner(L.LightningModule):
     Metrics are computed from all predictions of a validation set at once, not averaged over batches.
 
     Args:
-        model: sequence classification or question answering model.
         penalty: penalty attached to the model, from `istar.attach`; None trains on the task loss alone.
         optim: settings of the optimizer and of the learning rate schedule.
         evaluators: evaluator of each validation set, by the suffix of its metrics' names (`""` for the first).
@@ -138,7 +132,6 @@ class FineTuner(L.LightningModule):
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the task loss plus the weighted penalty."""
         loss = self.task_loss(batch)
         terms = {"task_loss": loss.detach()}
         # With weight 0, the loss equals the task loss bit for bit.
@@ -152,10 +145,7 @@ class FineTuner(L.LightningModule):
         return loss
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradient by norm or by value. If it is not finite, drop it, or raise a `NonFiniteError`."""
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -237,7 +227,6 @@ class FineTuner(L.LightningModule):
         return {"hidden_states": states, "attention_mask": token_mask(batch)}
 
     def on_validation_epoch_end(self) -> None:
-        """Evaluate the outputs that all processes have collected, and log the metrics of each validation set."""
         for (suffix, evaluator), outputs in zip(self.evaluators.items(), self._outputs, strict=True):
             with naming_step("validation", self.trainer):
                 evaluation = evaluator(merge_outputs(all_gather_object(outputs)))
@@ -275,7 +264,6 @@ class FineTuner(L.LightningModule):
             shard(self.model, strategy.precision)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and its learning rate schedule, in Lightning's format."""
         optimizer = make_optimizer(self.model, self.optim)
         num_steps = self.max_steps or sys.maxsize
         if not self.is_streamed:
@@ -304,10 +292,8 @@ def scale_learning_rate(schedule: str, num_warmup_steps: int, num_steps: int, st
 def count_warmup_steps(warmup: float, num_steps: int) -> int:
     """Return the number of warmup steps in a training of `num_steps` optimizer steps.
 
-    `warmup` is a fraction of the steps if it is at most 1, and a number of steps otherwise.
-
-    Raises:
-        UserError: if the training has fewer steps than the warmup.
+    `warmup` is a fraction of the steps if it is at most 1, and a number of steps otherwise. Raises a `UserError` if the
+    training has fewer steps than the warmup.
     """
     if warmup <= 1:
         return round(warmup * num_steps)

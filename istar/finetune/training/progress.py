@@ -67,7 +67,6 @@ class RunProgress(L.Callback):
         self.bar.update(self._task, completed=completed, details=details)
 
     def show_batches(self, batches: DataLoader[Any], phase: str) -> Iterator[Any]:
-        """Iterate over batches, and show the phase and how many of them are completed."""
         for num_completed, batch in enumerate(batches):
             self.show(phase, num_completed, len(batches))
             yield batch

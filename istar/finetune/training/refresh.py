@@ -30,26 +30,17 @@ class ShrinkageCovariance(L.Callback):
 
     A resumed run draws the same samples, see `sample_examples`. If only some of the tokens are points of the penalty,
     batches are taken in random order until they contain `num_points` such points.
-
-    Attributes:
-        penalty: attached penalty, which uses the shrinkage covariance.
-        rows: tokenized training data.
-        collate: turns rows into a padded batch.
-        batch_size: examples per forward pass.
-        seed: seed of the sample, combined with the epoch and the step.
-        progress: callback that shows which batches are done.
-        stop_signal: callback that is asked before every batch whether a stop signal was received.
-        seconds: duration of each refresh so far.
     """
 
     penalty: AttachedPenalty
     rows: TokenizedRows
     collate: Collate
     batch_size: int
-    seed: int
+    seed: int  # seed of the sample, combined with the epoch and the step
     progress: RunProgress = field(default_factory=RunProgress)
+    # Callback that is asked before every batch whether a stop signal was received.
     stop_signal: StopSignal = field(default_factory=StopSignal)
-    seconds: list[float] = field(default_factory=list, init=False)
+    seconds: list[float] = field(default_factory=list, init=False)  # duration of each refresh so far
     _has_warned: bool = field(default=False, init=False)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -99,19 +90,14 @@ class ShrinkageCovariance(L.Callback):
         if not self.penalty.settings.points.are_all:
             return order.tolist()
         num_available_tokens = int(lengths.sum())
-        num_layers = self.penalty.num_layers
-        num_points = self.penalty.settings.num_points
+        num_layers, num_points = self.penalty.num_layers, self.penalty.settings.num_points
         num_requested_tokens = math.ceil(num_points / num_layers)
         if num_available_tokens < num_requested_tokens and not self._has_warned:
             self._has_warned = True
             # Only a number other than the default was chosen for this data.
-            log.log(
-                logging.INFO if num_points == NUM_POINTS else logging.WARNING,
-                "the shrinkage covariance uses all %d points (tokens x layers) of the training data, fewer than "
-                "reg.num_points=%d",
-                num_available_tokens * num_layers,
-                num_points,
-            )
+            level = logging.INFO if num_points == NUM_POINTS else logging.WARNING
+            message = "the shrinkage covariance uses all %d points (tokens x layers) of the training data, fewer than "
+            log.log(level, message + "reg.num_points=%d", num_available_tokens * num_layers, num_points)
         return select_rows_with_tokens(self.rows, order, num_requested_tokens)
 
     def _compute_max_points(self, trainer: L.Trainer) -> int | None:

@@ -32,10 +32,8 @@ def shard(model: nn.Module, precision: str) -> None:
 
     Before a layer is computed, its weights are gathered, and afterwards they are freed. With the precision
     `bf16-mixed`, weights are gathered, and layers computed, in bfloat16; gradients are summed in float32. The weights
-    and the optimizer's states stay in float32.
-
-    Raises:
-        UserError: if no module computes the layers of the model, so that there is nothing to shard.
+    and the optimizer's states stay in float32. Raises a `UserError` if no module computes the layers of the model, so
+    that there is nothing to shard.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

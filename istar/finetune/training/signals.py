@@ -64,7 +64,6 @@ class StopSignal(L.Callback):
             self.raise_stopped("the last checkpoint is kept")
 
     def raise_stopped(self, saved_state: str) -> NoReturn:
-        """Raise a `StoppedError` for the received signal, with `saved_state` in its message."""
         assert self.signal_number is not None
         name = signal.Signals(self.signal_number).name
         raise StoppedError(f"stopped by {name}: {saved_state}; run the same command to resume", self.signal_number)

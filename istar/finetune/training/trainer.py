@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from istar.errors import UserError, shorten
 from istar.finetune.config import TrainerConfig
-from istar.finetune.config.trainer_arguments import check_argument_types
+from istar.finetune.config.trainer_config import check_argument_types
 from istar.finetune.training.checkpoints import AtomicCheckpointIO, Checkpoints
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.runs.names import is_lower_better
@@ -53,45 +53,38 @@ def build_trainer(
     """Build the Lightning trainer of a run, without writing any file.
 
     The given callbacks run first, then those that the settings request, then `checkpoints`. Early stopping monitors the
-    metric that selects the best epoch.
-
-    Raises:
-        UserError: if Lightning rejects the settings.
+    metric that selects the best epoch. Raises a `UserError` if Lightning rejects the settings.
     """
     callbacks = list(callbacks)
     if settings.early_stopping is not None:
         # Early stopping is checked after the validation, because the checkpoint at the end of the epoch stores it.
-        callbacks.append(
-            EarlyStopping(
-                f"val/{selection_metric}",
-                patience=settings.early_stopping,
-                mode="min" if is_lower_better(selection_metric) else "max",
-                check_on_train_epoch_end=False,
-            )
+        monitored, mode = f"val/{selection_metric}", "min" if is_lower_better(selection_metric) else "max"
+        early_stopping = EarlyStopping(
+            monitored, patience=settings.early_stopping, mode=mode, check_on_train_epoch_end=False
         )
+        callbacks.append(early_stopping)
     callbacks.append(StopAfterLastStep(settings.max_steps))
     if checkpoints is not None:
         callbacks.append(checkpoints)
     return _construct_trainer(
         settings,
-        max_epochs=settings.max_epochs,
-        accumulate_grad_batches=settings.accumulate_grad_batches,
-        gradient_clip_val=settings.gradient_clip_val,
-        deterministic=settings.deterministic,
-        fast_dev_run=settings.fast_dev_run,
-        log_every_n_steps=settings.log_every_n_steps,
         enable_checkpointing=checkpoints is not None,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         callbacks=callbacks,
         default_root_dir=folder,
-        limit_train_batches=settings.limit_train_batches,
-        val_check_interval=settings.val_check_interval,
-        check_val_every_n_epoch=settings.check_val_every_n_epoch,
-        # A callback applies `max_steps`, and the validation sets are already cut to `limit_val_batches`, because
-        # metrics need complete sets.
+        **{name: getattr(settings, name) for name in _PASSED_ON},
         **settings.lightning,
     )
+
+
+# A callback applies `max_steps`, and the validation sets are already cut to `limit_val_batches`, because metrics need
+# complete sets.
+_PASSED_ON = (
+    "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "deterministic", "fast_dev_run", "log_every_n_steps",
+    "limit_train_batches", "val_check_interval", "check_val_every_n_epoch",
+)  # fmt: skip
+"""Settings that Lightning applies."""
 
 
 def check_validation_interval(settings: TrainerConfig, num_batches: int) -> None:

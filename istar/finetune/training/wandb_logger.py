@@ -103,7 +103,6 @@ def _make_wandb_summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_isotropy_charts(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a W&B table and a W&B line plot of each layer's IsoScore before training and at the best epoch."""
     before, after = result["isotropy"]["before"], result["isotropy"]["after"]
     rows: list[Any] = [[layer, before[layer], after[layer]] for layer in after]
     layers = [layer for layer in after if layer != "union"]
@@ -120,8 +119,7 @@ def _make_isotropy_charts(result: Mapping[str, Any]) -> dict[str, Any]:
 def start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id: str) -> FailSafeWandbLogger:
     """Start or resume a W&B run, offline if the server cannot be used, and return its logger.
 
-    Raises:
-        UserError: if W&B rejects the settings or the API key.
+    Raises a `UserError` if W&B rejects the settings or the API key.
     """
     # W&B's error reports are sent even by offline runs and delay the end of the process. The viewer query, which W&B
     # sends twice with retries, is not needed: the request that starts the run has the same errors.
@@ -163,7 +161,6 @@ def start_wandb_run(settings: WandbConfig, config: Config, folder: Path, run_id:
 
 
 def _find_wandb_hint(message: str, folder: Path) -> str:
-    """Return what the user can do about an error message of W&B, or "" if it is not known."""
     if setting := re.search(r"error for Settings\s+(\w+)", message):
         is_tags = setting[1] == "run_tags"
         return f"; correct {'logger.tags' if is_tags else f'the environment variable WANDB_{setting[1].upper()}'}"

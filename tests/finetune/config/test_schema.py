@@ -295,7 +295,7 @@ REFUSED: dict[str, list[str]] = {
     ],
     "trainer.max_steps": ["0", "trainer.min_steps=9 trainer.max_steps=7"],
     "trainer.max_time": ["1", "trainer.check_val_every_n_epoch=2 trainer.max_time=00:12:00:00"],
-    "trainer.limit_train_batches": ["-1", "null"], "trainer.limit_val_batches": ["0", "1.5"],
+    "trainer.limit_train_batches": ["-1"], "trainer.limit_val_batches": ["0", "1.5"],
     "trainer.strategy": ["trainer.strategy=fsdp trainer.precision=16-mixed", "optim=adafactor trainer.strategy=fsdp"],
     "trainer.logger": ["false"], "trainer.no_key": ["~trainer.no_key"],
     "logger.tags": ["logger=wandb logger.tags=abc"], "logger.mode": ["logger=wandb logger.mode=of"],

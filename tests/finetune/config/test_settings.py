@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from istar.finetune.config import Config, schema
+from istar.finetune.config.groups import settings_of
 from istar.finetune.config.penalties import PENALTIES
-from istar.finetune.config.settings import settings_of
 
 EFFECTS: dict[str, tuple[list[str], list[str]]] = {
     "task=rte": (
@@ -20,6 +20,7 @@ EFFECTS: dict[str, tuple[list[str], list[str]]] = {
             "task.packing=false task.whole_word=true task.shuffle_blocks=3",
             "trainer.inter_sim_patience=5 trainer.monitor_isotropy=true trainer.keep_models=log",
             "trainer.val_check_interval=1.0 trainer.max_time=null trainer.max_steps=null",
+            "trainer.val_check_interval=null trainer.limit_train_batches=null trainer.limit_val_batches=null",
             "trainer.gradient_clip_algorithm=norm trainer.detect_anomaly=false",
             "trainer.accelerator=cpu trainer.strategy=ddp trainer.nonfinite=skip trainer.log_every_n_steps=1",
             "trainer.devices=auto",

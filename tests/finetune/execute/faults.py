@@ -17,8 +17,8 @@ from istar.errors import UserError
 from istar.files import writing
 from istar.finetune.config import Config
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
 from istar.finetune.training.checkpoints import read_checkpoint
+from istar.finetune.training.module import FineTuner
 from istar.runs.record import RESULT, read_result
 from tests.outcomes import only_run
 

@@ -20,7 +20,7 @@ from istar.finetune.execute.build_config import build_config
 from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.identify import identify_model
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
+from istar.finetune.training.module import FineTuner
 from istar.hidden_states import attach
 from istar.models import pretrained, tiny
 from istar.models.model_source import ModelSource

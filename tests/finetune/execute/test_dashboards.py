@@ -16,7 +16,7 @@ import yaml
 from istar.finetune.config import Config
 from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
+from istar.finetune.training.module import FineTuner
 from istar.runs.record import read_result
 from istar.runs.tasks import TASKS
 from tests.jobs import Fork, at_once

@@ -12,7 +12,7 @@ from istar.finetune.config.schema import to_dict
 from istar.finetune.execute import recording
 from istar.finetune.execute.identify import identify
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
+from istar.finetune.training.module import FineTuner
 from istar.runs.record import RESULT, read_result
 from tests.finetune.execute.artifacts import TINY, Build, folders_in, rte
 

@@ -13,10 +13,11 @@ from istar.finetune.config import TaskConfig
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute.examples import load_examples
 from istar.finetune.execute.run import run
-from istar.finetune.tasks.loading import load_splits, sample_examples
+from istar.finetune.tasks.loading import sample_examples
 from istar.runs.tasks import TASKS
 from istar.texts import demo
 from tests.finetune.execute.artifacts import TINY, Build, logged, place, rows_of, rte, table
+from tests.finetune.tasks.builders import load_splits
 
 
 def test_collapse_is_flagged_and_the_baseline_is_the_majority(small: Build, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from istar.errors import UserError
 from istar.finetune.config import ModelConfig
 from istar.finetune.execute import execute as execute_module
 from istar.finetune.execute import precision
-from istar.finetune.execute.finished_runs import read_finished_run
-from istar.finetune.execute.identify import KeyMaker, identify, identify_model
+from istar.finetune.execute.identify import KeyMaker, identify, identify_model, read_finished_run
 from istar.finetune.execute.run import run
 from istar.runs.key import RunKey
 from istar.runs.record import RunRecord, read_result, write_result

@@ -16,7 +16,7 @@ from istar.finetune.execute.run_summary import build_run_table
 from istar.finetune.tasks.loading import sample_examples
 from istar.finetune.tasks.metrics import compute
 from istar.finetune.tasks.squad import best_answer
-from istar.finetune.training import FineTuner
+from istar.finetune.training.module import FineTuner
 from istar.runs.record import read_result
 from istar.runs.tasks import TASKS
 from istar.texts import demo

@@ -17,7 +17,7 @@ from istar.finetune.execute.examples import load_examples
 from istar.finetune.execute.identify import identify, identify_model, resolve_model
 from istar.finetune.execute.run import run
 from istar.finetune.processes import launch
-from istar.finetune.tasks.loading import find_source, load_splits
+from istar.finetune.tasks.loading import find_source
 from istar.models import hub as hub_module
 from istar.models import pretrained
 from istar.models.model_source import ModelSource
@@ -26,6 +26,7 @@ from istar.runs.tasks import TASKS
 from tests.conftest import SMALL
 from tests.finetune.execute.artifacts import Build
 from tests.finetune.execute.faults import warnings_in
+from tests.finetune.tasks.builders import load_splits
 from tests.finished_runs import NO_KEY
 from tests.jobs import starting
 from tests.mock_hub import (

@@ -15,9 +15,9 @@ from istar.finetune.config import Config
 from istar.finetune.execute.examples import load_examples
 from istar.finetune.execute.identify import identify
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
 from istar.finetune.training.language_model import LanguageModelTuner
+from istar.finetune.training.module import FineTuner
 from istar.runs.record import METRICS_FILE, read_result
 from istar.runs.tasks import TASKS
 from istar.texts import demo

@@ -15,7 +15,7 @@ from istar.finetune.execute.examples import Examples, load_examples
 from istar.finetune.execute.identify import identify
 from istar.finetune.execute.prepare import prepare
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
+from istar.finetune.training.module import FineTuner
 from istar.models import tiny
 from istar.runs.tasks import TASKS
 from istar.texts import demo

@@ -14,7 +14,8 @@ import pytest
 
 from istar.finetune.execute.identify import identify
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner, wandb_logger
+from istar.finetune.training import wandb_logger
+from istar.finetune.training.module import FineTuner
 from istar.models import pretrained
 from tests.finetune.execute.faults import (
     FOUR_STEPS,

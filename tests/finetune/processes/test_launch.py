@@ -25,8 +25,9 @@ from torch.testing import assert_close
 from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import TrainerConfig, schema
 from istar.finetune.execute.run import run
-from istar.finetune.processes import child, launch, process_count, ranks
-from istar.finetune.training import FineTuner, FineTuningData
+from istar.finetune.processes import child, launch, ranks
+from istar.finetune.training.data import FineTuningData
+from istar.finetune.training.module import FineTuner
 from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.signals import preserve_signal_handlers
 from istar.runs.record import RESULT, read_result
@@ -217,8 +218,7 @@ def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, expe
     ranks.fix_slurm_detection()
     nodes = int(expected_tasks or 1) // expected_processes
     assert (
-        process_count.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp"))
-        == expected_processes
+        ranks.processes_to_start(TrainerConfig(devices=devices, num_nodes=nodes, strategy="ddp")) == expected_processes
     )
     assert SLURMEnvironment.detect() == ranks.has_external_launcher() == (expected_tasks is not None)
     assert os.environ.get("SLURM_NTASKS") == expected_tasks

@@ -79,7 +79,7 @@ def test_keys_that_an_option_lacks_have_no_effect_on_its_runs(
     assert printed.count("\n") == bool(note)
     # A launcher composes the configs of the runs from their overrides.
     for run in sweep.planned.values():
-        assert to_dict(sweep.compose_config(run.trial.overrides).reg) == to_dict(run.trial.config.reg)
+        assert to_dict(sweep.compose_config(run.entry.overrides).reg) == to_dict(run.config.reg)
 
 
 def test_a_key_that_no_option_has_is_refused(make_runs: MakeRuns) -> None:
@@ -100,7 +100,7 @@ def test_a_deleted_key_is_refused(make_runs: MakeRuns, key: str) -> None:
 def test_a_search_has_one_trial_for_the_combinations_that_are_the_same_run(make_runs: MakeRuns) -> None:
     sweep = make_runs("reg=none,istar", "reg.lambda=interval(-1,1)", "sweep.search=optuna", *SMALL)
     names = [sweep.run_name(("reg=none", f"reg.lambda={value}", *SMALL)) for value in (-0.5, 0.5)]
-    assert names == [sweep.add_run(("reg=none", *SMALL)).trial.name] * 2
+    assert names == [sweep.add_run(("reg=none", *SMALL)).name] * 2
     assert sweep.run_name(("reg=istar", "reg.lambda=0.5", *SMALL)) not in names
 
 
@@ -125,7 +125,7 @@ def test_each_data_set_and_each_model_is_repeated(make_runs: MakeRuns, tmp_path:
 def test_a_value_that_follows_the_seed(make_runs: MakeRuns) -> None:
     arguments = ("reg=random_direction", "reg.lambda=1", "reg.seed=${seed}", "seed=1", *SMALL)
     [run] = with_all_runs(make_runs(*arguments)).planned.values()
-    repeated = make_runs(*arguments).run_name(replace_seed(run.trial.overrides, 2))
+    repeated = make_runs(*arguments).run_name(replace_seed(run.entry.overrides, 2))
     assert [repeated] == list_names(make_runs(*arguments[:2], "reg.seed=2", "seed=2", *SMALL))
 
 
@@ -139,7 +139,7 @@ def test_runs_with_other_tokenizers_are_no_repetitions(make_runs: MakeRuns, tmp_
     sweep = with_all_runs(make_runs(*arguments, "sweep.seeds=[1,2,3]"))
     for run in sweep.planned.values():
         run.entry.status, run.entry.value = "finished", 0.5
-        run.entry.selection_merit = 0.5 + (run.trial.config.model.tokenizer == str(tokenizers[1]))
+        run.entry.selection_merit = 0.5 + (run.config.model.tokenizer == str(tokenizers[1]))
     [best] = sweep.find_best_configurations()
     assert [entry.seed for entry in best] == [1, 2]
     assert all(f"model.tokenizer={tokenizers[1]}" in entry.overrides for entry in best)

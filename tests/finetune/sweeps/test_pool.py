@@ -1,7 +1,6 @@
 """Running several trials at a time. The runs are stand-ins that start no process; test_sweep.py has real ones."""
 
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.finetune.config import Config, SweepConfig, TrainerConfig
 from istar.finetune.processes import forking, launch
 from istar.finetune.sweeps import pool
+from istar.finetune.sweeps.planned_runs import make_entry
 from istar.finetune.sweeps.pool import make_slot_environment, run_trials
 from istar.finetune.sweeps.trials import Trial
 from istar.runs.record import RunRecord
@@ -53,7 +53,7 @@ class Run:
 
 class Source:
     def __init__(self, config: Config, *names: str) -> None:
-        self.waiting = [Trial((), config, name) for name in names]
+        self.waiting = [Trial(config, make_entry(name, (), config, None)) for name in names]
         self.elsewhere: list[Trial] = []
         self.running: list[str] = []
         self.outcome_by_run: dict[str, str] = {}
@@ -170,7 +170,8 @@ class SourceWithRunsElsewhere(Source):
         self.num_ticks += 1
         if self.num_ticks > 3 and self.elsewhere:
             trial = self.elsewhere.pop()
-            self.waiting.append(replace(trial, name=trial.name.removeprefix("locked-")))
+            trial.entry.name = trial.name.removeprefix("locked-")
+            self.waiting.append(trial)
 
 
 def test_what_another_process_executes_is_waited_for(composed: Any, tmp_path: Path) -> None:

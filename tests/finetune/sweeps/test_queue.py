@@ -15,7 +15,7 @@ from istar.errors import LockedError, StoppedError, UserError
 from istar.files import writing
 from istar.files.writing import lock_folder, write_text
 from istar.finetune.config import Config
-from istar.finetune.processes.run_errors import UNEXPECTED_ERROR
+from istar.finetune.processes.child import UNEXPECTED_ERROR
 from istar.finetune.sweeps import comparison, pool, sweep
 from istar.finetune.sweeps.live_table import Board, SweepEntry, read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
@@ -106,12 +106,12 @@ def execute(runs: SweepRuns, on_wait: Callable[[], None] = lambda: None) -> dict
 
 
 def list_trials(runs: SweepRuns) -> list[tuple[Trial, SweepEntry]]:
-    return [(run.trial, run.entry) for run in runs.planned.values()]
+    return [(run, run.entry) for run in runs.planned.values()]
 
 
 def lock(runs: SweepRuns, seed: int, locks: ExitStack) -> tuple[Path, Config]:
     """Lock the folder of the run with this seed; returns the folder and the config."""
-    [trial] = [run.trial for run in runs.planned.values() if run.trial.config.seed == seed]
+    [trial] = [run for run in runs.planned.values() if run.config.seed == seed]
     folder = runs.request.root / trial.name
     locks.enter_context(lock_folder(folder))
     return folder, trial.config
@@ -138,7 +138,7 @@ def test_a_run_of_another_process_is_waited_for(
 
 def test_a_run_that_was_finished_since_the_sweep_began_is_not_started(make_runs: Callable[..., SweepRuns]) -> None:
     sweep_runs = with_all_runs(make_runs(*GRID))
-    [trial] = [run.trial for run in sweep_runs.planned.values() if run.trial.config.seed == 2]
+    [trial] = [run for run in sweep_runs.planned.values() if run.config.seed == 2]
     folder = sweep_runs.request.root / trial.name
     write_run(folder, trial.config)
     assert execute(sweep_runs) == {1: "finished", 2: "finished", 3: "finished"}
@@ -260,7 +260,7 @@ def test_a_search_takes_over_the_trials_of_another_call(
     other = Study(other_runs.request.settings, other_runs.space_by_grid, other_runs.folder, other_runs.run_name)
     suggestion = other.ask()
     assert suggestion is not None
-    trial = other_runs.add_run(suggestion[1]).trial
+    trial = other_runs.add_run(suggestion[1])
 
     class Waiting(sweep.SearchQueue):
         def tick(self) -> None:

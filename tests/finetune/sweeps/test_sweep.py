@@ -155,8 +155,8 @@ def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns])
     own_group = make_runs("seed=1,2", "logger=wandb", "logger.group=mine", *TINY)
     for sweep_runs in (ungrouped, grouped, own_group):
         with_all_runs(sweep_runs)
-    assert {run.trial.config.logger.group for run in grouped.planned.values()} == {grouped.folder.name}
-    assert {run.trial.config.logger.group for run in own_group.planned.values()} == {"mine"}
+    assert {run.config.logger.group for run in grouped.planned.values()} == {grouped.folder.name}
+    assert {run.config.logger.group for run in own_group.planned.values()} == {"mine"}
     # The logger changes neither the names of the runs nor the folder of the sweep.
     assert ungrouped.planned.keys() == grouped.planned.keys() == own_group.planned.keys()
     assert ungrouped.folder == grouped.folder
@@ -164,7 +164,7 @@ def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns])
 
 def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
     [(name, run)] = with_all_runs(make_runs("seed=1", *TINY)).planned.items()
-    write_result(make_finished_record(name, run.trial.config), tmp_path / "runs" / name)
+    write_result(make_finished_record(name, run.config), tmp_path / "runs" / name)
     # Every finished run has these files.
     (tmp_path / "runs" / name / "model").mkdir()
     (tmp_path / "runs" / name / GEOMETRY).write_text("{}")
@@ -211,7 +211,7 @@ def test_a_dry_run_gives_the_reasons_for_which_runs_cannot_be_started(
 
 def test_a_smoke_run_stands_for_no_real_run(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
     [(name, run)] = with_all_runs(make_runs("seed=1", *TINY)).planned.items()
-    smoke_config = replace(run.trial.config, run=replace(run.trial.config.run, smoke=True))
+    smoke_config = replace(run.config, run=replace(run.config.run, smoke=True))
     write_result(make_finished_record(name, smoke_config), tmp_path / "runs" / name)
     [entry] = with_all_runs(make_runs("seed=1", *TINY)).state.entries
     assert entry.status == "failed"
@@ -226,7 +226,7 @@ def test_a_sweep_does_not_compare_smoke_runs(
 ) -> None:
     sweep_runs = make_runs("seed=1,2", "run.smoke=true", "run.save_model=false", "run.geometry=false", *TINY)
     for name, run in with_all_runs(sweep_runs).planned.items():
-        write_result(make_finished_record(name, run.trial.config), tmp_path / "runs" / name)
+        write_result(make_finished_record(name, run.config), tmp_path / "runs" / name)
         run.entry.status = "finished"
     sweep_runs.console = Console()
     assert print_results(sweep_runs) == 0

@@ -43,13 +43,13 @@ def make_runs(
 def test_the_runs_of_a_sweep_have_one_commit(make_runs: Callable[..., SweepRuns]) -> None:
     sweep_runs = make_runs()
     for override in ("seed=1", "model.compile=true"):
-        trial = sweep_runs.add_run((*MODEL, override)).trial
+        trial = sweep_runs.add_run((*MODEL, override))
         assert trial.config.model.revision == COMMITS[0]
         assert trial.name == name_run(trial.config, sweep_runs.key_maker.make(trial.config))
         # A launcher composes these overrides on another machine.
         overrides = _make_launcher_overrides(trial)
         assert schema.load(sweep_runs.request.compose(overrides)).model == trial.config.model
-    assert make_runs().add_run(MODEL).trial.config.model.revision == COMMITS[1]
+    assert make_runs().add_run(MODEL).config.model.revision == COMMITS[1]
 
 
 def test_a_search_does_not_mix_the_results_of_two_commits(make_runs: Callable[..., SweepRuns]) -> None:
@@ -57,7 +57,7 @@ def test_a_search_does_not_mix_the_results_of_two_commits(make_runs: Callable[..
     first.folder.mkdir(parents=True)
     with closing(Study(first.request.settings, first.space_by_grid, first.folder, first.run_name)) as study:
         trial_number, overrides = study.ask() or (0, ())
-        trial = first.add_run(overrides).trial
+        trial = first.add_run(overrides)
         record = make_finished_record(trial.name, trial.config)
         study.tell(trial_number, record)
         write_result(record, first.request.root / trial.name)

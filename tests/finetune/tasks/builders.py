@@ -1,11 +1,16 @@
 """A tokenizer whose tokens are characters, and small data sets of the kinds of tasks."""
 
 import string
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from istar.finetune.tasks.loading import find_source, read_splits
+from istar.runs.tasks import TaskSpec
 
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 
@@ -21,6 +26,10 @@ def make_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"], "model_max_length": 512}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL | names | settings)
+
+
+def load_splits(spec: TaskSpec, data_dir: str | Path | None, splits: Sequence[str]) -> dict[str, Dataset]:
+    return read_splits(find_source(spec, data_dir, splits), spec, splits)
 
 
 def make_questions(words: list[str], prefix: str, suffix: str) -> Dataset:

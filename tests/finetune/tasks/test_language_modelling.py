@@ -18,7 +18,7 @@ from istar.finetune.tasks.language_modelling import (
     BlockRows,
     LanguageModelEvaluator,
     Masking,
-    cut_into_blocks,
+    find_block_tokens,
     perplexity,
 )
 from istar.models import tiny
@@ -42,7 +42,7 @@ def corpus(tokenizer: Any, tmp_path: Path) -> Corpus:
 
 def make_rows(spec: Any, corpus: Corpus, tokenizer: Any, length: int = 8, packing: bool = True) -> BlockRows:
     masking = Masking(tokenizer) if spec is MLM else None
-    return BlockRows(cut_into_blocks(spec, corpus, tokenizer, length, packing), masking, seed=7)
+    return BlockRows(cut_blocks(corpus, length, *find_block_tokens(spec, tokenizer), packing), masking, seed=7)
 
 
 def test_a_corpus_is_the_tokens_of_each_document_and_a_separator(corpus: Corpus, tokenizer: Any) -> None:

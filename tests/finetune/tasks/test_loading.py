@@ -19,11 +19,12 @@ from datasets.arrow_writer import ArrowWriter
 
 from istar.errors import UserError
 from istar.finetune.tasks import formats, sources
-from istar.finetune.tasks.loading import count_overlap, hold_out, load_splits, sample_examples
+from istar.finetune.tasks.loading import count_overlap, hold_out, sample_examples
 from istar.models import hub
 from istar.runs.tasks import TASKS
 from istar.texts import demo
 from tests.finetune.execute.faults import warnings_in
+from tests.finetune.tasks.builders import load_splits
 from tests.waiting import SECONDS
 
 

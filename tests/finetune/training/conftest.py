@@ -13,12 +13,13 @@ from transformers import AutoModelForSequenceClassification
 from istar.finetune.config import AdamWConfig, DataConfig
 from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
-from istar.finetune.tasks.loading import load_splits
-from istar.finetune.training import FineTuner, FineTuningData
+from istar.finetune.training.data import FineTuningData
+from istar.finetune.training.module import FineTuner
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings
 from istar.models import tiny
 from istar.runs.tasks import TASKS
 from istar.texts import demo
+from tests.finetune.tasks.builders import load_splits
 from tests.oracles import algorithm_1
 
 

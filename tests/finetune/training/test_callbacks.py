@@ -12,7 +12,9 @@ from istar.errors import UserError
 from istar.finetune.config import TrainerConfig
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import History, ShrinkageCovariance, ValidationGeometry
+from istar.finetune.training.history import History
+from istar.finetune.training.layer_geometry import ValidationGeometry
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.trainer import build_trainer
 from istar.hidden_states import attach
 from istar.hidden_states.attached_penalty import NUM_POINTS

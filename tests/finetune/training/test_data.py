@@ -8,8 +8,12 @@ import torch
 
 from istar.finetune.config import DataConfig
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import FineTuningData
-from istar.finetune.training.data import LengthGroupedSampler, build_evaluation_loader, sort_longest_first
+from istar.finetune.training.data import (
+    FineTuningData,
+    LengthGroupedSampler,
+    build_evaluation_loader,
+    sort_longest_first,
+)
 
 LENGTHS = torch.randint(5, 100, (1_003,), generator=torch.Generator().manual_seed(0)).tolist()
 

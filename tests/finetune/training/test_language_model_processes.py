@@ -11,15 +11,15 @@ from torch.testing import assert_close
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from istar.finetune.config import AdamWConfig, DataConfig
-from istar.finetune.tasks.blocks import load_or_tokenize_corpus
+from istar.finetune.tasks.blocks import cut_blocks, load_or_tokenize_corpus
 from istar.finetune.tasks.language_modelling import (
     BlockCollator,
     BlockRows,
     LanguageModelEvaluator,
     Masking,
-    cut_into_blocks,
+    find_block_tokens,
 )
-from istar.finetune.training import FineTuningData
+from istar.finetune.training.data import FineTuningData
 from istar.finetune.training.language_model import LanguageModelTuner
 from istar.hidden_states import attach
 from istar.models import tiny
@@ -46,7 +46,8 @@ def make_rows(name: str, documents: list[str], tokenizer: Any, folder: Path) -> 
     corpus = load_or_tokenize_corpus(Dataset.from_dict({"text": documents}), tokenizer, folder)
     masking = Masking(tokenizer) if name == "mlm" else None
     # Blocks of one document differ in length, so that processes have different numbers of tokens.
-    return BlockRows(cut_into_blocks(TASKS[name], corpus, tokenizer, 24, packing=False), masking, seed=3)
+    blocks = cut_blocks(corpus, 24, *find_block_tokens(TASKS[name], tokenizer), packing=False)
+    return BlockRows(blocks, masking, seed=3)
 
 
 def make_model(name: str, vocabulary: int) -> Any:

@@ -24,14 +24,16 @@ from transformers import (
 from istar.errors import UserError
 from istar.finetune.config import AdamWConfig, Config
 from istar.finetune.execute.run import run
-from istar.finetune.tasks.loading import load_splits, sample_examples
-from istar.finetune.training import FineTuner, ValidationGeometry
+from istar.finetune.tasks.loading import sample_examples
+from istar.finetune.training.layer_geometry import ValidationGeometry
+from istar.finetune.training.module import FineTuner
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.measures import isoscore
 from istar.models import tiny
 from istar.runs.record import read_result
 from istar.runs.tasks import TASKS
 from istar.texts import demo
+from tests.finetune.tasks.builders import load_splits
 from tests.finetune.training.conftest import compute_measures_naively
 from tests.jobs import Start
 

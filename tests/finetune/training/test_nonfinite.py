@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.config import Config
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
 from istar.finetune.training import module as module_of_tuner
+from istar.finetune.training.module import FineTuner
 from istar.regularizers import CosReg, IStar
 from istar.runs.record import read_result
 

@@ -18,8 +18,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from istar.errors import UserError
 from istar.finetune.config import AdamWConfig
 from istar.finetune.config.optim_config import TorchOptimConfig
-from istar.finetune.training.coupled_adam import CoupledAdam
-from istar.finetune.training.optimizers import make_optimizer
+from istar.finetune.training.optimizers import CoupledAdam, make_optimizer
 from istar.hidden_states.sharding import is_sharded_tensor
 from istar.regularizers import CosReg
 from tests.forks import compute_in_group

@@ -12,7 +12,8 @@ from istar.finetune.config import TrainerConfig
 from istar.finetune.execute import precision as precision_module
 from istar.finetune.execute.identify import resolve_config
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import ShrinkageCovariance, ValidationGeometry
+from istar.finetune.training.layer_geometry import ValidationGeometry
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1, cosreg
 

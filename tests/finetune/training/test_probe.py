@@ -14,10 +14,11 @@ from istar.errors import NonFiniteError, UserError
 from istar.finetune.config import Config
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.tasks.loading import load_splits, sample_examples
-from istar.finetune.training import FineTuner
+from istar.finetune.tasks.loading import sample_examples
 from istar.finetune.training.layer_geometry import GeometryProbe
+from istar.finetune.training.module import FineTuner
 from istar.runs.tasks import TASKS
+from tests.finetune.tasks.builders import load_splits
 from tests.finetune.training.conftest import compute_measures_naively
 from tests.jobs import Start
 

@@ -18,13 +18,17 @@ from istar.finetune.execute.build_config import build_config
 from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
-from istar.finetune.tasks.loading import load_splits
-from istar.finetune.training import FineTuner, FineTuningData, ShrinkageCovariance, ValidationGeometry, module
+from istar.finetune.training import module
+from istar.finetune.training.data import FineTuningData
+from istar.finetune.training.layer_geometry import ValidationGeometry
+from istar.finetune.training.module import FineTuner
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
 from istar.regularizers import CosReg, IStar
 from istar.runs.tasks import TASKS
+from tests.finetune.tasks.builders import load_splits
 from tests.finetune.training.conftest import trainer
 from tests.finetune.training.test_tokens_per_second import Clock, Rates
 from tests.forks import compute_in_group

@@ -11,8 +11,10 @@ import pytest
 from rich.control import strip_control_codes
 
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import FineTuner, ShrinkageCovariance, progress
+from istar.finetune.training import progress
+from istar.finetune.training.module import FineTuner
 from istar.finetune.training.progress import RunProgress
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.trainer import StopAfterLastStep
 from istar.regularizers import IStar
 from istar.runs.record import PROGRESS

@@ -14,10 +14,11 @@ from istar.files.outputs import run_output
 from istar.finetune.config import Config
 from istar.finetune.execute import recording
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner, ShrinkageCovariance
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.layer_geometry import GeometryProbe
+from istar.finetune.training.module import FineTuner
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.hidden_states.attached_penalty import weight_at
 from istar.models import pretrained
 from istar.reports.run_frame import read_runs

@@ -7,9 +7,9 @@ from transformers import get_scheduler
 
 from istar.errors import UserError
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training import ShrinkageCovariance
 from istar.finetune.training.module import count_warmup_steps, scale_learning_rate
 from istar.finetune.training.optimizers import make_parameter_groups
+from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1
 
