@@ -321,16 +321,6 @@ def test_under_autocast_it_is_that_of_the_states_in_that_precision():
     assert not torch.equal(bfloat16_covariance, float32_covariance)
 
 
-def test_named_modules_have_a_shrinkage_covariance_too():
-    torch.manual_seed(0)
-    tower = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-    points = torch.randn(50, 4)
-    first_states = tower[1](tower[0](points))
-    expected = np.cov(torch.cat([first_states, tower(points)]).detach().numpy(), rowvar=False)
-    actual = shrinkage_covariance(tower, points.split(20), modules=[tower[1], tower[3]])
-    assert_close(actual.double(), torch.from_numpy(expected), **CLOSE)
-
-
 def make_model_with_nan() -> hf.PreTrainedModel:
     encoder = make_model()
     encoder.bert.encoder.layer[0].output.dense.weight.data.fill_(math.nan)
@@ -346,21 +336,12 @@ INVALID_CALLS = [
     (lambda: shrinkage_covariance(make_model(), {"a": make_batches()}), "the loader .* is a dict; expected"),
     (lambda: shrinkage_covariance(make_model(), hf.BatchEncoding(make_batches()[0])), "loader .* is a BatchEncoding"),
     (lambda: shrinkage_covariance(make_model(), ["text"]), "has input_ids of type str; expected arguments of BertM"),
-    (
-        lambda: shrinkage_covariance(make_model(), [{"input_ids": [[3, 4]]}]),
-        r"has input_ids of type list; expected .* of shape \(batch, tokens\)",
-    ),
+    (lambda: shrinkage_covariance(make_model(), [{"input_ids": [[3, 4]]}]), r"has input_ids of type list; expected"),
     (lambda: shrinkage_covariance(make_model(), [{"input_ids": np.ones((1, 2))}]), "has input_ids of type ndarray"),
     (lambda: shrinkage_covariance(make_model(), [{"input_ids": torch.ones(4).long()}]), r"input_ids of shape \(4,\)"),
-    (
-        lambda: shrinkage_covariance(make_model().bert, [torch.ones(2, 3, 4).long()]),
-        r"has input_ids of shape \(2, 3, 4\)",
-    ),
+    (lambda: shrinkage_covariance(make_model().bert, [torch.ones(2, 3, 4).long()]), r"input_ids of shape \(2, 3, 4\)"),
     (lambda: shrinkage_covariance(make_model(), [{"labels": torch.ones(2)}]), "has no input_ids; expected"),
-    (
-        lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=1),
-        "momentum is 1; expected",
-    ),
+    (lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=1), "momentum is 1; expected"),
     (lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=-0.1), r"momentum is -0\.1"),
 ]
 

@@ -307,12 +307,6 @@ def forward_batch(points: Points, **changes: Any) -> None:
         (lambda: Points(max_norm_ratio=float("nan")), "max_norm_ratio=nan"),
         (lambda: attach(llama(), CosReg(1.0, include_padding=True), points=Points("last")), "include_padding"),
         (
-            lambda: shrinkage_covariance(
-                llama(), [make_padded_batch("left")], include_padding=True, points=Points("last")
-            ),
-            "include_padding",
-        ),
-        (
             lambda: forward_batch(CHOICES["content"], input_ids=None, inputs_embeds=torch.zeros(3, 5, WIDTH).double()),
             "points='content' needs input_ids, which this call of the model does not have",
         ),
@@ -322,16 +316,13 @@ def forward_batch(points: Points, **changes: Any) -> None:
             "points='labelled' needs labels, which this call",
         ),
         (
-            lambda: forward_batch(
-                Points("completion"),
-                model=hf.BertForSequenceClassification(hf.BertConfig(**SHAPE)),
-                labels=torch.tensor([0, 1, 1]),
-            ),
+            lambda: forward_batch(Points("completion"), model=hf.BertForSequenceClassification(hf.BertConfig(**SHAPE)),
+                                  labels=torch.tensor([0, 1, 1])),
             r"needs labels of shape \(3, 5\), one for each token; they have shape \(3,\)",
         ),
     ],
-    ids=range(10),
-)
+    ids=range(9),
+)  # fmt: skip
 def test_points_that_a_call_does_not_have_are_refused_in_one_line(call, message):
     with pytest.raises(UserError, match=message) as error:
         call()

@@ -28,20 +28,13 @@ from tests.finetune.execute.faults import (
 from tests.waiting import SECONDS
 
 
-def run_without_picture(config: Config) -> RunRecord:
-    """Execute a run whose picture is blank, as the fixture `small` of tests/conftest.py leaves it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("istar.finetune.execute.recording.render", lambda plot, formats: dict.fromkeys(formats, b""))
-        return run(config)
-
-
 @pytest.fixture(scope="session")
 def undisturbed_run(composed: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with the overrides EPOCHS that was never interrupted."""
     overrides = ("task.limit_validation=16", "trainer.accumulate_grad_batches=1", "trainer.log_every_n_steps=1",
               "trainer.progress_bar=false", "trainer.accelerator=cpu", "run.isotropy_zeta=null")  # fmt: skip
     config = composed(*overrides, *EPOCHS, f"run.root={tmp_path_factory.mktemp('undisturbed')}")
-    run_without_picture(config)
+    run(config)
     return only_folder(config)
 
 
@@ -69,7 +62,7 @@ def cached_run(
                 f"run.root={tmp_path_factory.mktemp('done')}",
                 *overrides,
             )
-            record = run_without_picture(config)
+            record = run(config)
             runs[overrides] = (config, record, place(config, record))
         return runs[overrides]
 

@@ -20,7 +20,6 @@ from istar.finetune.execute.build_config import build_config
 from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.identify import identify_model
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
 from istar.hidden_states import attach
 from istar.models import pretrained, tiny
 from istar.models.model_source import ModelSource
@@ -96,12 +95,6 @@ def test_a_run_with_each_family(small: Build, tmp_path: Path, family: str, task:
     tokens = AutoTokenizer.from_pretrained(Path(config.run.root) / record.name / "model")("a b", return_tensors="pt")
     model.eval()
     assert len(model(**tokens, output_hidden_states=True).hidden_states) == 4
-
-
-def test_dropout_is_on_in_training(tmp_path: Path) -> None:
-    model = load(save_encoder(tmp_path))
-    ids = torch.arange(5, 25).reshape(2, 10)
-    assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
 def test_bfloat16_checkpoints_are_loaded_as_float32(tmp_path: Path) -> None:
@@ -198,20 +191,6 @@ def test_a_head_for_other_labels_is_replaced_with_one_line(
         assert not torch.equal(model.classifier.weight, checkpoint.classifier.weight)
     assert 0.01 < model.classifier.weight.std() < 0.03
     torch.testing.assert_close(model.base_model.state_dict(), checkpoint.base_model.state_dict())
-
-
-def test_the_tiny_model_depends_on_the_seed_alone() -> None:
-    config = ModelConfig(name="tiny", pretrained=False)
-    tokenizer = build_tokenizer(config)
-
-    def make_weights() -> torch.Tensor:
-        torch.manual_seed(3)
-        model_config = build_config(config, TASKS["demo"], tokenizer)
-        model: Any = build_model(config, TASKS["demo"], model_config, tokenizer)
-        assert model.training
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-    assert torch.equal(make_weights(), make_weights())
 
 
 def make_random_model(folder: Path, seed: int = 0, task: str = "demo") -> Any:
@@ -314,12 +293,6 @@ def compute_gradients(folder: Path, gradient_checkpointing: bool, weight: float)
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
-    folder = save_encoder(tmp_path / "model", "distilbert")
-    expected, checkpointed = (compute_gradients(folder, is_on, weight=0.0) for is_on in (False, True))
-    torch.testing.assert_close(checkpointed, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("is_pretrained", [True, False])
 def test_eager_attention_differs_by_rounding(tmp_path: Path, is_pretrained: bool) -> None:
     folder, spec = save_encoder(tmp_path / "model"), TASKS["demo"]
@@ -335,13 +308,14 @@ def test_eager_attention_differs_by_rounding(tmp_path: Path, is_pretrained: bool
     assert not torch.equal(*outputs)  # The two are different computations.
 
 
-def test_gradient_checkpointing_with_a_penalty_differs_by_rounding(tmp_path: Path) -> None:
-    """The penalty's share of the gradient is added at another place in the sum."""
-    folder = save_encoder(tmp_path / "model")
-    expected, checkpointed = (compute_gradients(folder, is_on, weight=1.0) for is_on in (False, True))
-    torch.testing.assert_close(checkpointed, expected, rtol=1e-4, atol=1e-5)
-    without_penalty = compute_gradients(folder, False, weight=0.0)
-    assert max((a - b).abs().max() for a, b in zip(without_penalty, expected, strict=True)) > 1e-3
+@pytest.mark.parametrize(("family", "weight", "tolerance"), [("distilbert", 0.0, 0), ("bert", 1.0, 1e-4)])
+def test_gradient_checkpointing_changes_no_gradient(
+    tmp_path: Path, family: str, weight: float, tolerance: float
+) -> None:
+    """The penalty's share of the gradient is added at another place in the sum, which changes the rounding."""
+    folder = save_encoder(tmp_path / "model", family)
+    expected, checkpointed = (compute_gradients(folder, is_on, weight) for is_on in (False, True))
+    torch.testing.assert_close(checkpointed, expected, rtol=tolerance, atol=tolerance / 10)
 
 
 def test_gradient_checkpointing_of_a_model_that_has_none(tmp_path: Path) -> None:
@@ -366,17 +340,6 @@ def test_compiled_losses_are_the_same(small: Build, tmp_path: Path, options: tup
     assert compiled == pytest.approx(
         expected, rel=2e-2 if "trainer.precision=bf16-mixed" in options else 1e-4, abs=1e-5
     )
-
-
-def test_an_error_of_the_compiler_blames_no_option_that_is_not_set(
-    small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise torch._dynamo.exc.InternalTorchDynamoError("no such\ncompiler")
-
-    monkeypatch.setattr(FineTuner, "training_step", fail)
-    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match="no such\ncompiler"):
-        train_and_read_metrics(small, save_encoder(tmp_path / "model"))
 
 
 @pytest.mark.slow

@@ -30,39 +30,26 @@ Build = Callable[..., Config]
 SWEEP = Path("sweep") / "wandb" / "sweep.yml"
 
 
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Yield W&B's module in offline mode without the user's settings; variables that a test sets take effect."""
-    import wandb
-
-    wandb.teardown()
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    settings = {"MODE": "offline", "SILENT": "true", "CONFIG_DIR": tmp_path / "c", "CACHE_DIR": tmp_path / "k"}
-    # The run sets these variables. Set here, they are removed after the test.
-    settings |= {"ERROR_REPORTING": "false", "X_DISABLE_VIEWER": "true"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"WANDB_{name}", str(value))
-    yield wandb
-    wandb.teardown()
-
-
-def make_wandb_config(small: Build, *overrides: str) -> Config:
-    """Return the config of a small run that logs to W&B."""
-    return small("logger=wandb", *overrides)
-
-
 def list_run_folders(config: Config) -> list[Path]:
     """Return the folders of all runs below the config's root."""
     return sorted(path for path in Path(config.run.root).iterdir() if path.name != ".locks")
+
+
+@pytest.fixture
+def wandb(wandb_at: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return W&B's module in offline mode, without the user's settings."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return wandb
 
 
 # ---- a run
 
 
 def test_what_a_run_is_found_by(small: Build, wandb: Any) -> None:
-    config = make_wandb_config(
-        small, "reg=istar", "reg.lambda=0.5", "logger.group=first-sweep", "logger.tags=[paper,demo]"
+    config = small(
+        "logger=wandb", "reg=istar", "reg.lambda=0.5", "logger.group=first-sweep", "logger.tags=[paper,demo]"
     )
     record = run(config)
     folder = only_run(Path(config.run.root))
@@ -78,7 +65,7 @@ def test_what_a_run_is_found_by(small: Build, wandb: Any) -> None:
 
 
 def test_the_summary_is_the_result_and_not_the_last_epoch(small: Build, wandb: Any) -> None:
-    config = make_wandb_config(small, "reg=none", "optim.lr=0.02", "trainer.max_epochs=4")
+    config = small("logger=wandb", "reg=none", "optim.lr=0.02", "trainer.max_epochs=4")
     record = run(config)
     best_epoch, last_epoch = record.headline["epoch"], record.epochs[-1]["epoch"]
     assert best_epoch < last_epoch
@@ -100,7 +87,7 @@ def test_the_summary_is_the_result_and_not_the_last_epoch(small: Build, wandb: A
 
 
 def test_layers_are_logged_as_a_table_and_a_figure(small: Build, wandb: Any) -> None:
-    config = make_wandb_config(small, "reg=none")
+    config = small("logger=wandb", "reg=none")
     record = run(config)
     folder = only_run(Path(config.run.root))
     [records] = offline_records(folder)
@@ -124,7 +111,7 @@ def test_layers_are_logged_as_a_table_and_a_figure(small: Build, wandb: Any) -> 
 
 def test_runs_of_one_process_stay_apart(small: Build, wandb: Any) -> None:
     for seed in (1, 2):
-        run(make_wandb_config(small, "reg=none", f"seed={seed}"))
+        run(small("logger=wandb", "reg=none", f"seed={seed}"))
     starts = []
     for folder in list_run_folders(small()):
         [records] = offline_records(folder)
@@ -137,7 +124,7 @@ def test_runs_of_one_process_stay_apart(small: Build, wandb: Any) -> None:
 
 def test_a_run_that_the_caller_has_open_is_left_alone(small: Build, wandb: Any, tmp_path: Path) -> None:
     open_run = wandb.init(project="mine", dir=tmp_path, id="own")
-    config = make_wandb_config(small, "reg=none")
+    config = small("logger=wandb", "reg=none")
     run(config)
     assert wandb.run is open_run
     open_run.log({"mine": 1})
@@ -157,19 +144,17 @@ def test_what_fails_is_a_failed_run_and_goes_on_as_the_same(
     def fail(*arguments: Any, **keywords: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    config = make_wandb_config(small, "reg=none", "trainer.checkpoint_every_n_steps=1")
-    if failing_stage == "in a step":
-        monkeypatch.setattr(FineTuner, "on_validation_epoch_end", fail)
-    else:
-        monkeypatch.setattr("istar.finetune.execute.recording.write_result", fail)
-    with pytest.raises(RuntimeError, match="luck"):
-        run(config)
+    config = small("logger=wandb", "reg=none", "trainer.checkpoint_every_n_steps=1")
+    with monkeypatch.context() as patch:
+        if failing_stage == "in a step":
+            patch.setattr(FineTuner, "on_validation_epoch_end", fail)
+        else:
+            patch.setattr("istar.finetune.execute.recording.write_result", fail)
+        with pytest.raises(RuntimeError, match="luck"):
+            run(config)
     folder = only_run(Path(config.run.root))
     assert read_result(folder).status == "failed"
-    monkeypatch.undo()
     until_the_next_second()
-    for name in ("MODE", "SILENT"):
-        monkeypatch.setenv(f"WANDB_{name}", "offline" if name == "MODE" else "true")
     run(config)
     first, second = offline_records(folder)
     exit_codes = [
@@ -221,12 +206,10 @@ def test_every_corner_of_the_sweep_is_a_config_of_ours(sweep: dict[str, Any], co
         for name, value in values.items():
             group, key = name.split(".")
             assert config[group][key] == value
-
-
-def test_small_numbers_arrive_as_they_are(sweep: dict[str, Any], composed: Build) -> None:
     values = {"reg.lambda": -1.2345678901234567e-05, "optim.lr": 3e-05}
     config = to_dict(composed(*make_agent_command(sweep, **values)[3:]))
     assert (config["reg"]["lambda"], config["optim"]["lr"]) == tuple(values.values())
+    assert sweep["metric"] == {"name": f"val/{TASKS['rte'].headline}", "goal": "maximize"}
 
 
 def run_agent_command(
@@ -311,10 +294,6 @@ def test_two_agents_of_one_sweep_share_a_folder_of_runs(
     }  # fmt: skip
 
 
-def test_the_sweeps_metric_is_the_headline_of_its_task(sweep: dict[str, Any]) -> None:
-    assert sweep["metric"] == {"name": f"val/{TASKS['rte'].headline}", "goal": "maximize"}
-
-
 # ---- the workspace
 
 
@@ -328,19 +307,6 @@ def workspace(repository: Path) -> list[dict[str, Any]]:
     return sections
 
 
-def test_the_workspace_shows_performance_layers_penalty_and_cost(workspace: list[dict[str, Any]]) -> None:
-    names = [section["name"] for section in workspace]
-    assert names == ["Performance and isotropy", "IsoScore by layer", "Training", "Cost"]
-    first_panel = workspace[0]["panels"][0]
-    assert first_panel["viewType"] == "Scatter Plot"
-    assert (first_panel["config"]["xAxis"], first_panel["config"]["yAxis"]) == (
-        "summary:isotropy/isoscore", "summary:headline/value",
-    )  # fmt: skip
-    assert {"train/penalty", "shrinkage/seconds"} <= collect_keys(
-        [panel for section in workspace for panel in section["panels"]]
-    )
-
-
 def collect_keys(panels: list[dict[str, Any]]) -> set[str]:
     """Return the keys that panels read: `config:<key>`, `summary:<key>`, or the name of a logged value."""
     names: set[str] = set()
@@ -352,7 +318,7 @@ def collect_keys(panels: list[dict[str, Any]]) -> set[str]:
 
 
 def test_every_panel_reads_what_a_run_has_logged(small: Build, wandb: Any, workspace: list[dict[str, Any]]) -> None:
-    config = make_wandb_config(small, "reg=istar")
+    config = small("logger=wandb", "reg=istar")
     run(config)
     [records] = offline_records(only_run(Path(config.run.root)))
     recorded_config = config_of(records)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,10 @@ import pytest
 from istar.finetune.config import TrainerConfig
 from istar.finetune.processes import forking, launch
 from istar.runs.record import read_result
-from tests.jobs import Start, at_once, starting
+from tests.jobs import Start, at_once
 
 RUN = ("-m", "seed=1", "reg=none", "task.limit_train=16", "task.limit_validation=8", "trainer.max_epochs=1",
        "trainer.accelerator=cpu", "trainer.progress_bar=false", "run.geometry=false")  # fmt: skip
-
-
-@pytest.fixture
-def start(own_cache: Path) -> Iterator[Start]:
-    with starting(own_cache) as start:
-        yield start
 
 
 def write_modules(folder: Path) -> Path:

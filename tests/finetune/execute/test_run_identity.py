@@ -172,11 +172,6 @@ def test_the_place_of_the_data_does_not_count_but_its_content_does(small: Build,
     assert names[0] == names[1] != names[2]
 
 
-def test_a_local_copy_of_the_model_is_the_same_run(composed: Build) -> None:
-    here, there = (make_key(composed("task=rte", "model=auto", f"model.name=/{folder}")) for folder in "ab")
-    assert here == there
-
-
 def test_a_key_is_read_as_it_was_written(composed: Build) -> None:
     """JSON has no integers as keys."""
     key = make_key(composed("model=small_encoder", "model.config={id2label:{0:a,10:b,9:c}}"))
@@ -265,3 +260,8 @@ def test_a_sweep_hashes_the_weights_of_a_model_once(
     hashes = {key_maker.make(composed("task=demo", "model=auto", *small, *change)).hash for change in changes}
     assert hashed.count("model.safetensors") == 1
     assert len(hashes) > 4
+
+
+def test_a_local_copy_of_the_model_is_the_same_run(composed: Build) -> None:
+    here, there = (make_key(composed("task=rte", "model=auto", f"model.name=/{folder}")) for folder in "ab")
+    assert here == there

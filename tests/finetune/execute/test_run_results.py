@@ -175,14 +175,9 @@ def test_the_saved_span_model_says_what_the_predictions_say(cached_run: Callable
     agreements = []
     for example, row in zip(examples, rows_of(folder / "predictions.jsonl"), strict=False):
         encoded = tokenizer(
-            example["question"],
-            example["context"],
-            truncation="only_second",
-            max_length=64,
-            stride=21,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-        )
+            example["question"], example["context"], truncation="only_second", max_length=64, stride=21,
+            return_overflowing_tokens=True, return_offsets_mapping=True,
+        )  # fmt: skip
         windows = []
         for window, ids in enumerate(encoded["input_ids"]):
             inputs = {key: torch.tensor([encoded[key][window]]) for key in ("token_type_ids", "attention_mask")}
@@ -281,9 +276,5 @@ def test_the_demo_baseline(cached_run: Callable[..., Any]) -> None:
     accuracy = sum(int(row["label"] == "agree") == majority for row in rows) / 24
     assert record.baseline["accuracy"] == pytest.approx(accuracy)
     assert record.collapsed["validation"] == (len({row["prediction"] for row in rows}) == 1)
-    assert cached_run("task=demo_span", "reg=istar")[1].baseline == {}
-
-
-def test_without_them_the_validation_set_chooses(cached_run: Callable[..., Any]) -> None:
-    _, record, _ = cached_run("task=demo", "reg=istar")
     assert record.selection == {"set": "validation", "metric": "accuracy", "value": record.headline["value"]}
+    assert cached_run("task=demo_span", "reg=istar")[1].baseline == {}

@@ -76,12 +76,13 @@ def test_further_loggers_are_a_mapping(small: Build, value: str) -> None:
         small(f"logger.also={value}")
 
 
-def test_further_arguments_reach_the_writer(small: Build) -> None:
-    run(small("logger.also.TensorBoardLogger.max_queue=5"))
-
-
 def test_the_files_of_a_logger_of_lightning_may_be_elsewhere(small: Build, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("CSVLogger", "TensorBoardLogger")}
-    run(small(*(f"logger.also.{name}.save_dir={folder}" for name, folder in folders.items())))
+    run(
+        small(
+            "logger.also.TensorBoardLogger.max_queue=5",
+            *(f"logger.also.{name}.save_dir={folder}" for name, folder in folders.items()),
+        )
+    )
     for folder in folders.values():
         assert (folder / "lightning_logs" / "version_0" / "hparams.yaml").is_file()

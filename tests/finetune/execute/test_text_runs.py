@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -19,6 +18,7 @@ from istar.finetune.training import FineTuner
 from istar.models import tiny
 from istar.runs.tasks import TASKS
 from istar.texts import demo
+from tests.finetune.execute.faults import interrupt_and_resume
 from tests.outcomes import assert_same, only_run
 
 Build = Callable[..., Config]
@@ -45,15 +45,8 @@ def make_overrides(task: str, decoder: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(("task", "epochs"), [("clm", 1), ("mlm", 5)])
 @pytest.mark.slow
 def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path, task: str, epochs: int) -> None:
-    record = run(
-        small(
-            *make_overrides(task, decoder),
-            "task.limit_train=300",
-            "optim.lr=1e-2",
-            "run.geometry=false",
-            f"trainer.max_epochs={epochs}",
-        )
-    )
+    learning = ("task.limit_train=300", "optim.lr=1e-2", "run.geometry=false", f"trainer.max_epochs={epochs}")
+    record = run(small(*make_overrides(task, decoder), *learning))
     before, after = record.metrics_before["perplexity"], record.metrics["perplexity"]
     assert after < record.baseline["perplexity"] < before
     assert record.headline["metric"] == "perplexity"
@@ -66,29 +59,11 @@ def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path
 def test_a_broken_run_goes_on_exactly(
     small: Build, decoder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str, reg: str
 ) -> None:
-    overrides = (*make_overrides(task, decoder), reg, "trainer.max_epochs=2", "trainer.checkpoint_every_n_steps=2")
-    overrides = (*overrides, "run.geometry=true")
-    if reg == "reg=istar":
-        overrides = (*overrides, "reg.num_points=500")
-    undisturbed_config, broken_config = (
-        small(*overrides, f"run.root={tmp_path / name}") for name in ("whole", "broken")
-    )
-    run(undisturbed_config)
-    original_step, calls = FineTuner.training_step, 0
-
-    def fail_in_fifth_step(self: Any, batch: Any, batch_idx: int) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise KeyboardInterrupt
-        return original_step(self, batch, batch_idx)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FineTuner, "training_step", fail_in_fifth_step)
-        with pytest.raises(BaseException):  # noqa: B017
-            run(broken_config)
-    assert calls == 5
-    run(broken_config)
+    overrides = (*make_overrides(task, decoder), reg, "trainer.max_epochs=2", "trainer.checkpoint_every_n_steps=2",
+                 "run.geometry=true", *(["reg.num_points=500"] if reg == "reg=istar" else []))  # fmt: skip
+    whole, broken = (small(*overrides, f"run.root={tmp_path / name}") for name in ("whole", "broken"))
+    run(whole)
+    interrupt_and_resume(broken, monkeypatch, FineTuner, "training_step", [5])
     assert_same(only_run(tmp_path / "broken"), only_run(tmp_path / "whole"))
 
 

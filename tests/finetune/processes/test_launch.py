@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from socket import socket
@@ -31,7 +30,7 @@ from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.signals import preserve_signal_handlers
 from istar.runs.record import RESULT, read_result
 from tests.finetune.execute.artifacts import Build, place
-from tests.jobs import NOT_THE_TESTS, Done, Job, Start, starting
+from tests.jobs import NOT_THE_TESTS, Done, Job, starting
 from tests.outcomes import assert_same, only_run
 from tests.waiting import SECONDS
 
@@ -67,13 +66,6 @@ SBATCH_VARIABLES = {
     "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
 }  # fmt: skip
 """The variables of the only process of a script under `sbatch --ntasks=2`, without srun."""
-
-
-@pytest.fixture
-def start(own_cache: Path) -> Iterator[Start]:
-    """Yield the function of `tests.jobs.starting`."""
-    with starting(own_cache) as start:
-        yield start
 
 
 @pytest.fixture(scope="module")
@@ -222,16 +214,6 @@ def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, expe
     )
     assert SLURMEnvironment.detect() == ranks.has_external_launcher() == (expected_tasks is not None)
     assert os.environ.get("SLURM_NTASKS") == expected_tasks
-
-
-@pytest.mark.slow
-def test_two_at_once_do_not_disturb_each_other(tmp_path, start):
-    jobs = [start(tmp_path, "seed=1", *LONG) for _ in range(2)]
-    [first, second] = sorted([job.wait() for job in jobs], key=lambda call: "is finished" in call.stdout or call.code)
-    first.well()
-    assert (second.code, second.stderr) == (0, "") or "is being written by another process" in second.line()
-    assert read_result(only_run(tmp_path / "runs")).status == "finished"
-    assert len((only_run(tmp_path / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
 
 
 def test_a_lock_is_told_from_other_errors(composed):

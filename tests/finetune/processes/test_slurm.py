@@ -14,10 +14,10 @@ from hydra.errors import MissingConfigException
 from istar.errors import StoppedError
 from istar.finetune.config import schema
 from istar.runs.record import read_result
-from tests.finetune.processes.test_launch import LONG, Job, single_process_run, start
+from tests.finetune.processes.test_launch import LONG, Job, single_process_run
 from tests.outcomes import assert_same
 
-__all__ = ["single_process_run", "start"]
+__all__ = ["single_process_run"]  # a fixture
 
 pytestmark = [pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")]
 JOBS = ("-m", "hydra/launcher=local_jobs", *LONG)

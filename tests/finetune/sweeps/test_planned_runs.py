@@ -48,25 +48,14 @@ def test_settings_that_do_not_change_the_outcome_do_not_change_the_names(make_ru
     ("arguments", "num_runs", "note"),
     [
         (("reg=none,istar", "reg.lambda=-1,1"), 3, "4 combinations are 3 runs: reg=none ignores reg.lambda"),
-        (
-            ("reg=none,cosreg,istar", "reg.lambda=-1,1", "reg.zeta=0.2", "seed=1,2"),
-            10,
-            "12 combinations are 10 runs: reg=none ignores reg.lambda and reg.zeta, reg=cosreg ignores reg.zeta\n",
-        ),
+        (("reg=none,cosreg,istar", "reg.lambda=-1,1", "reg.zeta=0.2", "seed=1,2"), 10,
+         "12 combinations are 10 runs: reg=none ignores reg.lambda and reg.zeta, reg=cosreg ignores reg.zeta\n"),
         (("reg=none,istar", "reg.zeta=0.2"), 2, "reg=none ignores reg.zeta"),
-        (
-            ("optim=adamw,sgd", "optim.eps=1e-6,1e-8", "optim.lr=1e-3"),
-            3,
-            "4 combinations are 3 runs: optim=torch ignores",
-        ),
-        (
-            ("logger=csv,wandb", "logger.project=p,q", "seed=1,2"),
-            2,
-            "8 combinations are 2 runs: logger=csv ignores",
-        ),
+        (("optim=adamw,sgd", "optim.eps=1e-6,1e-8", "optim.lr=1e-3"), 3, "4 combinations are 3 runs: optim=torch"),
+        (("logger=csv,wandb", "logger.project=p,q", "seed=1,2"), 2, "8 combinations are 2 runs: logger=csv ignores"),
         (("reg=istar,istar_scratch", "reg.lambda=-1,1"), 4, ""),
     ],
-)
+)  # fmt: skip
 def test_keys_that_an_option_lacks_have_no_effect_on_its_runs(
     make_runs: MakeRuns, arguments: tuple[str, ...], num_runs: int, note: str
 ) -> None:

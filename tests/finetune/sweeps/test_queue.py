@@ -336,35 +336,6 @@ def test_a_search_resumes_killed_runs_and_replaces_failed_ones(
     assert search() == []
 
 
-@pytest.mark.slow
-def test_a_search_waits_for_a_run_of_another_process(
-    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The result of the other process becomes the value of the trial."""
-    optuna = pytest.importorskip("optuna")
-    arguments = ("sweep.search=optuna", "sweep.trials=3", *TINY)
-    sweep_runs = make_runs("seed=1,2,3", *arguments)
-    folder, config = lock(with_all_runs(make_runs("seed=2", *arguments)), 2, locks)
-
-    class Finishing(sweep.SearchQueue):
-        def tick(self) -> None:
-            if len(self.runs.state.entries_with("finished")) == 2:
-                write_run(folder, config)
-                locks.close()
-            super().tick()
-
-    monkeypatch.setattr(sweep, "SearchQueue", Finishing)
-    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
-        sweep.run_search(sweep_runs, board)
-    assert sorted(Run.seeds) == [1, 3]
-    [study] = optuna.get_all_study_summaries(f"sqlite:///{sweep_runs.folder / 'optuna.db'}")
-    trials = optuna.load_study(
-        study_name=study.study_name, storage=f"sqlite:///{sweep_runs.folder / 'optuna.db'}"
-    ).trials
-    complete = {trial.params["seed"]: trial.value for trial in trials if trial.state.name == "COMPLETE"}
-    assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}
-
-
 def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]) -> None:
     """The metric on the validation set is only reported."""
     sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "sweep.seeds=[7]", *TINY))
@@ -373,16 +344,6 @@ def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]
         held_out = {"set": "held_out", "metric": "accuracy_held_out", "value": 0.9 if is_better else 0.1}
         record = make_finished_record(trial.name, trial.config, 0.1 if is_better else 0.9, selection=held_out)
         entry.apply_record(record)
-    [overrides] = sweep_runs.list_repetitions_of_best()
-    assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
-
-
-def test_the_best_mean_is_repeated_and_not_the_best_run(make_runs: Callable[..., SweepRuns]) -> None:
-    sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "seed=1,2", "sweep.seeds=[7]", *TINY))
-    values = {(1e-4, 1): 0.9, (1e-4, 2): 0.1, (1e-3, 1): 0.6, (1e-3, 2): 0.7}
-    for trial, entry in list_trials(sweep_runs):
-        value = values[trial.config.optim.lr, trial.config.seed]
-        entry.apply_record(make_finished_record(trial.name, trial.config, value))
     [overrides] = sweep_runs.list_repetitions_of_best()
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
@@ -435,3 +396,32 @@ def test_a_launcher_cannot_choose_the_precision(make_runs: Callable[..., SweepRu
     sweep_runs.request = replace(sweep_runs.request, launcher=lambda jobs: [])
     with pytest.raises(UserError, match=r"^trainer\.precision=auto: .*name the precision"):
         with_all_runs(sweep_runs)
+
+
+@pytest.mark.slow
+def test_a_search_waits_for_a_run_of_another_process(
+    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result of the other process becomes the value of the trial."""
+    optuna = pytest.importorskip("optuna")
+    arguments = ("sweep.search=optuna", "sweep.trials=3", *TINY)
+    sweep_runs = make_runs("seed=1,2,3", *arguments)
+    folder, config = lock(with_all_runs(make_runs("seed=2", *arguments)), 2, locks)
+
+    class Finishing(sweep.SearchQueue):
+        def tick(self) -> None:
+            if len(self.runs.state.entries_with("finished")) == 2:
+                write_run(folder, config)
+                locks.close()
+            super().tick()
+
+    monkeypatch.setattr(sweep, "SearchQueue", Finishing)
+    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+        sweep.run_search(sweep_runs, board)
+    assert sorted(Run.seeds) == [1, 3]
+    [study] = optuna.get_all_study_summaries(f"sqlite:///{sweep_runs.folder / 'optuna.db'}")
+    trials = optuna.load_study(
+        study_name=study.study_name, storage=f"sqlite:///{sweep_runs.folder / 'optuna.db'}"
+    ).trials
+    complete = {trial.params["seed"]: trial.value for trial in trials if trial.state.name == "COMPLETE"}
+    assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}

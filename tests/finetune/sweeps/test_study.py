@@ -141,14 +141,6 @@ def test_a_living_call_is_left_alone(tmp_path: Path) -> None:
     assert second.ask() == first_trial
 
 
-def test_a_stopped_trial_is_asked_for_again(tmp_path: Path) -> None:
-    study = open_study(tmp_path, trials=1)
-    suggestion = study.ask()
-    assert suggestion
-    study.release(suggestion[0])
-    assert study.ask() == suggestion
-
-
 @pytest.mark.slow
 def test_the_best_values_are_looked_for_where_good_ones_were(tmp_path: Path) -> None:
     distances_by_sampler = {}

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from istar.errors import UserError
-from istar.files.writing import lock_folder
 from istar.finetune.config import schema
 from istar.finetune.sweeps.live_table import read_state
 from istar.finetune.sweeps.planned_runs import SweepRuns
@@ -23,19 +22,13 @@ from istar.finetune.sweeps.sweep_plan import read_finished_runs
 from istar.runs.record import GEOMETRY, RESULT, RunRecord, read_result, write_result
 from tests.finetune.sweeps.conftest import TINY, with_all_runs
 from tests.finished_runs import make_finished_record
-from tests.jobs import Job, Start, starting
+from tests.jobs import Job, Start
 from tests.outcomes import assert_same
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
 GRID = ("-m", "reg=istar_scratch", "reg.lambda=-0.2,0.2", "seed=1,2,3", *TINY)
 """Six runs. When two at a time have finished three, enough are left for a signal to arrive before the last one ends."""
-
-
-@pytest.fixture
-def start(own_cache: Path) -> Iterator[Start]:
-    with starting(own_cache) as start:
-        yield start
 
 
 def read_records(folder: Path) -> dict[str, RunRecord]:
@@ -122,32 +115,6 @@ def test_the_best_of_each_method_goes_on_with_more_seeds(tmp_path: Path, start: 
         r"about \d+ (s|min), 2 at a time \(by finished runs",
         start(tmp_path, *arguments, "task.limit_train=24", "--dry-run", "sweep.jobs=2").wait().stdout,
     )
-
-
-@pytest.mark.slow
-def test_failures_are_told(tmp_path: Path, start: Start) -> None:
-    result = start(tmp_path, "-m", "seed=1", "reg=cosreg", "reg.layers=[7],last", *TINY[1:]).wait()
-    assert (result.code, result.stderr) == (1, "")
-    assert "1 of 2 runs failed; the same command runs them again:" in result.stdout
-    failed_entry, finished_entry = read_sweep_state(tmp_path).entries
-    assert (failed_entry.status, finished_entry.status) == ("failed", "finished")
-    assert "does not exist" in (failed_entry.error or "")
-
-
-@pytest.mark.slow
-def test_a_run_that_another_process_executes(tmp_path: Path, start: Start, make_runs: Callable[..., SweepRuns]) -> None:
-    """The sweep does not start a run while its folder is locked, and does not report it as failed."""
-    first, second = with_all_runs(make_runs("seed=1,2", *TINY)).planned
-    with lock_folder(tmp_path / "runs" / first):
-        job = start(tmp_path, "-m", "seed=1,2", *TINY)
-        job.until(
-            lambda: second in read_result_times(job) and read_sweep_state(tmp_path).entries_with("finished") != []
-        )
-        assert [entry.status for entry in read_sweep_state(tmp_path).entries] == ["elsewhere", "finished"]
-    result = job.wait().well()
-    assert "failed" not in result.stdout
-    assert read_records(tmp_path).keys() == {first, second}
-    assert [entry.status for entry in read_sweep_state(tmp_path).entries] == ["finished", "finished"]
 
 
 def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns]) -> None:
