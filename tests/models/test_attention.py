@@ -90,13 +90,11 @@ def test_isolation_leaves_no_trace() -> None:
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_cache_prevents_isolation_by_positions() -> None:
-    model = make_small_model("llama")
-    model.config.use_cache = True
-    assert isolation(model) == "mask"
-
-
 def test_isolation_of_other_data_types() -> None:
+    cached = make_small_model("llama")
+    cached.config.use_cache = True
+    assert isolation(cached) == "mask"
+    assert not any(map(accepts_position_ids, (make_small_model("bert"), make_small_model("bloom"))))
     for dtype in (torch.float64, torch.bfloat16):
         assert isolation(make_small_model("llama").to(dtype)) == "positions"
         assert isolation(make_small_model("bert").to(dtype)) == "mask"
@@ -139,11 +137,6 @@ def test_padding_on_either_side_gives_the_logits_of_the_text_alone(architecture:
         if architecture == "gpt2":
             logits_without_positions = model(left_padded, attention_mask=(left_padded != 0).long()).logits
             assert not torch.allclose(logits_without_positions, expected_logits, rtol=1e-3)
-
-
-def test_encoders_and_alibi_get_no_positions() -> None:
-    assert not accepts_position_ids(make_small_model("bert"))
-    assert not accepts_position_ids(make_small_model("bloom"))
 
 
 def test_batches_contain_positions_if_they_are_padded_on_the_left() -> None:

@@ -178,27 +178,15 @@ def test_positions_that_marian_computes_are_not_missing(tmp_path: Path) -> None:
     [
         (lambda: hf.BartForCausalLM(hf.BartConfig(**STACKS)), lambda model: model.model.decoder),
         (lambda: hf.MarianForCausalLM(hf.MarianConfig(**STACKS)), lambda model: model.model.decoder),
-        (
-            lambda: hf.T5EncoderModel(
-                hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=VOCABULARY_SIZE)
-            ),
-            lambda model: model.encoder,
-        ),
+        (lambda: hf.T5EncoderModel(hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
+                                                vocab_size=VOCABULARY_SIZE)), lambda model: model.encoder),
         # transformers has no class without a head for these configurations.
-        (
-            lambda: hf.TrOCRForCausalLM(
-                hf.TrOCRConfig(**{name: value for name, value in STACKS.items() if "encoder" not in name})
-            ),
-            lambda model: model.model.decoder,
-        ),
-        (
-            lambda: hf.MllamaForCausalLM(
-                hf.MllamaTextConfig(**SHAPE, num_key_value_heads=1, cross_attention_layers=[], pad_token_id=0)
-            ),
-            lambda model: model.model,
-        ),
+        (lambda: hf.TrOCRForCausalLM(hf.TrOCRConfig(**{name: STACKS[name] for name in STACKS if "enc" not in name})),
+         lambda model: model.model.decoder),
+        (lambda: hf.MllamaForCausalLM(hf.MllamaTextConfig(**SHAPE, num_key_value_heads=1, cross_attention_layers=[],
+                                                          pad_token_id=0)), lambda model: model.model),
     ],
-)
+)  # fmt: skip
 def test_a_checkpoint_with_one_stack_of_an_encoder_decoder_is_this_stack(
     tmp_path: Path, build: Callable[[], Any], find_stack: Callable[[Any], Any]
 ) -> None:
@@ -230,13 +218,6 @@ def test_a_missing_output_matrix_is_not_replaced_by_a_random_one(tmp_path: Path)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks 1 of its weights, e\.g\. lm_head\.weight"):
         read_matrix(ModelSource(str(folder)), "output")
-
-
-def test_a_class_with_another_name_for_its_base_model(tmp_path: Path) -> None:
-    shape = {**SHAPE, "intermediate_size_mlp": 24, "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 2}
-    model = hf.Llama4ForCausalLM(hf.Llama4TextConfig(**shape))
-    loaded = measure(save(tmp_path / "model", model))
-    assert torch.equal(loaded.layers[1].self_attn.q_proj.weight, model.model.layers[1].self_attn.q_proj.weight)
 
 
 # ---- configurations and models that are not of text alone

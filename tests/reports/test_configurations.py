@@ -129,15 +129,6 @@ def test_what_makes_another_configuration(prepare: Prepare) -> None:
     assert hashes.duplicated().tolist() == [False, True, False, False]
 
 
-def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare) -> None:
-    frame = prepare(
-        record("rte", BERT, BASE, 1),
-        record("rte", BERT, BASE, 2, data="other"),
-        record("rte", "mine/bert-base-cased", BASE, 3),
-    )
-    assert frame["configuration"].nunique() == 3
-
-
 def test_the_files_of_a_model_count_and_not_its_path(prepare: Prepare) -> None:
     """After new weights were saved to a folder, a run with them used to count as a repetition of the earlier run."""
     frame = prepare(
@@ -296,34 +287,6 @@ def test_a_collapsed_cell_is_marked_and_never_bold(prepare: Prepare, changes: di
     assert row[3].text == "50.00 (collapsed)"
 
 
-def test_one_collapsed_seed_does_not_make_a_collapsed_cell(prepare: Prepare) -> None:
-    frame = prepare(
-        record("rte", BERT, istar(), 1, 0.5, changes=CONSTANT),
-        record("rte", BERT, istar(), 2, 0.6),
-        # A single run may have the score of a constant prediction by chance.
-        record("rte", BERT, BASE, 1, 0.5),
-    )
-    rows = {row[1].text: row for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows}
-    assert (rows["I-STAR"][4].text, rows["I-STAR"][4].bold) == ("55.0 ± 7.1", True)
-    assert rows["Base"][4].text == "50.00"
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "text"),
-    [
-        (-0.001, "+.2f", "+0.00"),
-        (0.004, "+.2f", "+0.00"),
-        (-0.01, "+.2f", "-0.01"),
-        (-1e-9, ".4f", "0.0000"),
-        (0, "d", "0"),
-        (None, "g", "-"),
-        (-0.5, "g", "-0.5"),
-    ],
-)
-def test_format_number(value: float | None, form: str, text: str) -> None:
-    assert paper_tables.format_number(value, form) == text
-
-
 def test_costs(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, istar(), seed) for seed in (1, 2, 3)), record("rte", BERT, BASE, 9))
     refreshes = {folder: [1.0, 2.0] for folder in frame["folder"]}
@@ -345,22 +308,6 @@ def test_totals_do_not_repeat_a_column(prepare: Prepare) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"isotropy": {}},
-        {"isotropy": {"after": {"1": "x", "union": 0.1}}},
-        {"epochs": [{"epoch": 1}]},
-        {"epochs": ["one"]},
-        {"headline": {"metric": None, "value": 0.5, "epoch": 1}},
-        {"metrics": {}},
-    ],
-)
-def test_results_that_are_not_whole(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = save(record("rte", BERT, istar(), 1, changes=changes), tmp_path)
-    assert read_runs(tmp_path).read_errors.keys() == {str(folder)}
-
-
-@pytest.mark.parametrize(
     ("key", "value", "label"),
     [
         ("target", "output_embeddings", "CosReg λ=1 on output embeddings"),
@@ -377,13 +324,6 @@ def test_penalties_of_other_points_are_methods_of_their_own(prepare: Prepare, ke
     assert (cell.num_configurations, cell.first_run["value"]) == (1, 20.0)
 
 
-def test_a_method_is_named_with_its_set_point(prepare: Prepare) -> None:
-    target_reg = istar(10.0, target_score=0.15, side="below")
-    keep_reg = {**cosreg(10.0), "target_score": "keep", "side": "both"}
-    frame = prepare(record("rte", BERT, target_reg, 1), record("rte", BERT, keep_reg, 1))
-    assert set(frame["method"]) == {"I-STAR λ=10 ζ=0.4 target=0.15 side=below", "CosReg λ=10 target=keep"}
-
-
 def test_a_training_is_described_by_its_steps_or_its_epochs(prepare: Prepare) -> None:
     frame = prepare(
         record("rte", BERT, BASE, 1, trainer__max_steps=-1), record("rte", BERT, BASE, 2, trainer__max_steps=600)
@@ -393,3 +333,31 @@ def test_a_training_is_described_by_its_steps_or_its_epochs(prepare: Prepare) ->
     )
     assert ("epochs 3" in by_epochs, "steps" in by_epochs) == (True, False)
     assert ("steps 600" in by_steps, "epochs" in by_steps) == (True, False)
+
+
+def test_one_collapsed_seed_does_not_make_a_collapsed_cell(prepare: Prepare) -> None:
+    frame = prepare(
+        record("rte", BERT, istar(), 1, 0.5, changes=CONSTANT),
+        record("rte", BERT, istar(), 2, 0.6),
+        # A single run may have the score of a constant prediction by chance.
+        record("rte", BERT, BASE, 1, 0.5),
+    )
+    rows = {row[1].text: row for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows}
+    assert (rows["I-STAR"][4].text, rows["I-STAR"][4].bold) == ("55.0 ± 7.1", True)
+    assert rows["Base"][4].text == "50.00"
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [(-0.001, "+.2f", "+0.00"), (0.004, "+.2f", "+0.00"), (-0.01, "+.2f", "-0.01"), (-1e-9, ".4f", "0.0000"),
+     (0, "d", "0"), (None, "g", "-"), (-0.5, "g", "-0.5")],
+)  # fmt: skip
+def test_format_number(value: float | None, form: str, text: str) -> None:
+    assert paper_tables.format_number(value, form) == text
+
+
+def test_a_method_is_named_with_its_set_point(prepare: Prepare) -> None:
+    target_reg = istar(10.0, target_score=0.15, side="below")
+    keep_reg = {**cosreg(10.0), "target_score": "keep", "side": "both"}
+    frame = prepare(record("rte", BERT, target_reg, 1), record("rte", BERT, keep_reg, 1))
+    assert set(frame["method"]) == {"I-STAR λ=10 ζ=0.4 target=0.15 side=below", "CosReg λ=10 target=keep"}

@@ -178,15 +178,6 @@ def test_the_pieces_of_a_document_and_the_runs_of_packed_blocks_have_one_number(
     assert packed_indices == [index // 3 for index in range(len(packed_indices))]
 
 
-def test_documents_without_tokens_make_no_block() -> None:
-    assert [block.num_text_tokens for block in Blocks(bert(), 8)(["", "a", "\u200b"])] == [1]
-
-
-def test_a_separator_in_the_text_is_no_special_token() -> None:
-    [block] = Blocks(gpt(), 8)(["<end>"])
-    assert block.is_special == [False]
-
-
 def test_windows_are_sorted_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 4)
     blocks = ["a", "bbb", "cc", "dd", "e", "ff"]
@@ -211,7 +202,9 @@ def test_the_default_size_of_batches_depends_on_the_device() -> None:
         assert len(next(batches)) == num_blocks
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_odd_texts_and_wrong_arguments() -> None:
+    assert [block.num_text_tokens for block in Blocks(bert(), 8)(["", "a", "\u200b"])] == [1]
+    assert [block.is_special for block in Blocks(gpt(), 8)(["<end>"])] == [[False]]
     with pytest.raises(UserError, match=r"a block of 2 tokens has no room"):
         Blocks(bert(), 2)
     with pytest.raises(UserError, match=r"documents is 'joined'; expected one of separate, packed"):

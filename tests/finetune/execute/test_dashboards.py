@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from istar.finetune.execute.run import run
 from istar.finetune.training import FineTuner
 from istar.runs.record import read_result
 from istar.runs.tasks import TASKS
-from tests.jobs import Fork, at_once
+from tests.jobs import Fork
 from tests.outcomes import only_run
 from tests.waiting import SECONDS, until_the_next_second
 from tests.wandb_records import config_of, logged_by, offline_records, start_of, summary_of
@@ -212,13 +211,8 @@ def test_every_corner_of_the_sweep_is_a_config_of_ours(sweep: dict[str, Any], co
     assert sweep["metric"] == {"name": f"val/{TASKS['rte'].headline}", "goal": "maximize"}
 
 
-def run_agent_command(
-    repository: Path, command: list[str], run_id: str, folder: Path, root: Path | None = None
-) -> tuple[int, str]:
-    """Run the command of W&B's agent in a fork, with the agent's environment; returns the exit code and the output.
-
-    The run is in `root`, by default in `folder/runs`.
-    """
+def run_agent_command(repository: Path, command: list[str], run_id: str, folder: Path) -> tuple[int, str]:
+    """Run the command of W&B's agent in a fork, with the agent's environment; returns the exit code and the output."""
     parameters = folder / "config.yaml"
     chosen_values = [word.split("=") for word in command[3:] if "." in word.split("=")[0]]
     parameters.write_text(
@@ -237,7 +231,7 @@ def run_agent_command(
     }
     small_overrides = ["task=demo", "model=tiny", "task.limit_train=16", "task.limit_validation=16",
                        "trainer.max_epochs=1", "trainer.progress_bar=false", "trainer.accelerator=cpu",
-                       "trainer.log_every_n_steps=1", f"run.root={root or folder / 'runs'}"]  # fmt: skip
+                       "trainer.log_every_n_steps=1", f"run.root={folder / 'runs'}"]  # fmt: skip
     command = [*(word for word in command if word != "task=rte"), *small_overrides]
     output = folder / f"{run_id}.log"
     assert command[:3] == ["/usr/bin/env", "python", "train.py"]
@@ -269,29 +263,6 @@ def test_an_agents_run_keeps_the_id_that_the_agent_gave(
     assert len(logged_by(first, sweep["metric"]["name"])) == 2
     assert logged_by(second, "train/loss") == []
     assert (folder / "wandb" / "run-id").read_text() == "agents1"
-
-
-@pytest.mark.slow
-def test_two_agents_of_one_sweep_share_a_folder_of_runs(
-    sweep: dict[str, Any], wandb: Any, repository: Path, tmp_path: Path
-) -> None:
-    """The server gives each agent other values; their runs have the agents' IDs and the same sweep."""
-    values = {"reg.zeta": 0.2, "optim.lr": 1e-3, "data.batch_size": 4}
-    calls = []
-    for run_id, weight in (("agents1", 0.5), ("agents2", -0.5)):
-        (tmp_path / run_id).mkdir()
-        command = make_agent_command(sweep, **values, **{"reg.lambda": weight})
-        arguments = (repository, command, run_id, tmp_path / run_id, tmp_path / "runs")
-        calls.append(partial(run_agent_command, *arguments))
-    for code, output in at_once(*calls):
-        assert code == 0, output
-    starts = {}
-    for path in tmp_path.glob("runs/*/result.json"):
-        [records] = offline_records(path.parent)
-        starts[read_result(path.parent).config["reg"]["lambda"]] = start_of(records)
-    assert {weight: (start.run_id, start.sweep_id) for weight, start in starts.items()} == {
-        0.5: ("agents1", "sweep123"), -0.5: ("agents2", "sweep123")
-    }  # fmt: skip
 
 
 # ---- the workspace

@@ -141,14 +141,6 @@ def test_what_torchrun_starts(tmp_path, start, two_process_run):
 
 
 @pytest.mark.slow
-def test_torchrun(tmp_path, start, two_process_run):
-    done = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait()
-    assert done.code == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert_same(only_run(tmp_path / "runs"), two_process_run)
-
-
-@pytest.mark.slow
 def test_torchrun_is_refused(tmp_path, start):
     cases = {
         "-m starts the processes of its runs by itself": ("-m", *TWO_PROCESSES),
@@ -436,13 +428,20 @@ def test_the_first_process_lost_and_both_stopped(tmp_path, start, two_process_ru
 
 
 @pytest.mark.slow
-def test_a_lost_process_under_torchrun(tmp_path, start, two_process_run):
+def test_a_lost_process_and_a_stop_under_torchrun(tmp_path, start, two_process_run):
     for rank in (0, 1):
         job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments())
         os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
         assert job.wait().code != 0
         job.until_it_is_gone()
-    assert start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait().code == 0
+    job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).until_it_trains().send(signal.SIGTERM)
+    done = job.wait()
+    assert done.code != 0
+    assert "error: stopped by SIGTERM: saved at step" in done.stderr
+    job.until_it_is_gone()
+    done = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait()
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
     assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
@@ -474,17 +473,6 @@ def test_stopped_by_slurm(tmp_path, start, two_process_run, number):
             for job in jobs:
                 job.wait().well()
     assert_same(only_run(tmp_path / "runs"), two_process_run, but_for_the_name=True)
-
-
-@pytest.mark.slow
-def test_stopped_through_torchrun(tmp_path, start, two_process_run):
-    job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).until_it_trains().send(signal.SIGTERM)
-    done = job.wait()
-    assert done.code != 0
-    assert "error: stopped by SIGTERM: saved at step" in done.stderr
-    job.until_it_is_gone()
-    assert start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait().code == 0
-    assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
 @pytest.mark.slow

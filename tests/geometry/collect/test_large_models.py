@@ -37,16 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a text, and a decoder with four layers and untied output embeddings, in many shards."""
     folder = tmp_path_factory.mktemp("large")
     torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=64,
-        vocab_size=len(TOKENIZER),
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+    config = hf.LlamaConfig(**sizes, vocab_size=len(TOKENIZER), pad_token_id=0, bos_token_id=1, eos_token_id=1)
     model = hf.LlamaForCausalLM(config)
     with torch.no_grad():  # a norm with gains of 1 would look like one that was never read
         model.model.norm.weight.uniform_(0.5, 2)
@@ -139,14 +131,8 @@ def test_the_command_offloads_and_tells_the_memory(
     folder: Path, plain: Measurements, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     num_bytes = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
-    command = [
-        "measure",
-        str(folder / "model"),
-        "--text",
-        f"text={folder / 'text.txt'}",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    text, out = f"text={folder / 'text.txt'}", tmp_path / "out"
+    command = ["measure", str(folder / "model"), "--text", text, "--out", str(out)]
     settings = ["--length", "16", "--groups", "2", "--sample", "20"]
     limit = f"cpu={num_bytes * 0.6 / 1e3:.0f}KB"
     placement = ["--device-map", "auto", "--max-memory", limit, "--offload-folder", str(tmp_path / "offloaded")]
@@ -164,12 +150,9 @@ def test_the_command_offloads_and_tells_the_memory(
     [
         (["--device-map", "cuda:9"], r"argument --device-map: invalid choice: 'cuda:9' \(choose from '?auto"),
         (["--device-map", "auto", "--revisions", "a,b"], r"--device-map does not go with --revisions or --checkpoints"),
-        (["--device-map", "auto", "--checkpoints", "runs/*"], r"--device-map does not go with --revisions or --check"),
         (["--device-map", "auto", "--device", "cpu"], r"--device cpu does not go with --device-map"),
         (["--max-memory", "cpu=1GB"], r"--max-memory and --offload-folder need --device-map"),
-        (["--offload-folder", "weights"], r"--max-memory and --offload-folder need --device-map"),
         (["--device-map", "auto", "--max-memory", "cpu"], r"--max-memory cpu: expected cpu or a GPU of this machine"),
-        (["--device-map", "auto", "--max-memory", "99=1GB"], r"--max-memory 99=1GB: expected cpu or a GPU of this"),
         (["--device-map", "auto", "--max-memory", "disk=1GB"], r"--max-memory disk=1GB: expected cpu or a GPU of"),
     ],
 )
@@ -192,12 +175,6 @@ def test_a_map_needs_accelerate(
     models = [str(folder / "model")] * (1 if command == "measure" else 2)
     assert main([command, *models, "--text", str(folder / "text.txt"), "--device-map", "auto"]) == 2
     assert capsys.readouterr().err == "error: --device-map needs accelerate; pip install 'istar[large]'\n"
-
-
-def count_bytes(state: Any) -> int:
-    if isinstance(state, dict):
-        return sum(map(count_bytes, state.values()))
-    return state.numel() * state.element_size() if isinstance(state, torch.Tensor) else 0
 
 
 def test_a_pass_that_runs_out_of_memory_says_what_to_lower(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
