@@ -118,9 +118,7 @@ def train(model, penalty, points, mask, modules=None):
         loss.backward()
         optimizer.step()
         values.append(loss.detach())
-    parameters = [
-        parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters()
-    ]
+    parameters = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
     return torch.cat([torch.stack(values), torch.nn.utils.parameters_to_vector(parameters).detach()])
 
 

@@ -77,9 +77,7 @@ def make_padded_batch(side: str) -> dict[str, Tensor]:
 
     def pad_rows(values: Sequence[list[int]], fill: int) -> Tensor:
         paddings = [[fill] * (max(LENGTHS) - len(row)) for row in values]
-        return torch.tensor(
-            [row + pad if side == "right" else pad + row for row, pad in zip(values, paddings, strict=True)]
-        )
+        return torch.tensor([a + b if side == "right" else b + a for a, b in zip(values, paddings, strict=True)])
 
     positions = [list(range(length)) for length in LENGTHS]
     return {

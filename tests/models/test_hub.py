@@ -126,8 +126,6 @@ def test_a_stream_that_breaks_off_is_one_line() -> None:
         raise ConnectionError("the line\nis dead")
 
     source = Source("web", Path("org/web"), IterableDataset.from_generator(rows))
-    with pytest.raises(
-        UserError, match=r"^org/web: reading broke off \(ConnectionError: the line is dead\); send the"
-    ) as error:
+    with pytest.raises(UserError, match=r"^org/web: reading broke off \(ConnectionError: the line is dead\)") as error:
         list(source.read_documents())
     assert isinstance(error.value.__cause__, ConnectionError)

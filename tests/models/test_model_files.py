@@ -100,9 +100,7 @@ BERT_LAYER, LLAMA_LAYER = "bert.encoder.layer.0.output.dense", "model.layers.1.m
         (lambda: build_bert("Model"), "encoder.layer.1.attention.self.query.weight_scale", train),
     ],
 )
-def test_further_weights_of_a_layer_are_refused(
-    tmp_path: Path, build: Callable[[], Any], name: str, load: Callable[[Path], Any]
-) -> None:
+def test_further_weights(tmp_path: Path, build: Callable[[], Any], name: str, load: Callable[[Path], Any]) -> None:
     with pytest.raises(UserError, match=rf"the checkpoint has {name}\b.*not quantized"):
         load(save(tmp_path / "model", build(), {name: torch.ones(3)}))
 
@@ -142,9 +140,7 @@ def test_other_weights_that_are_left_out_are_named(
     assert message.endswith(f"1 of the checkpoint's weights are not used, e.g. {name}")
 
 
-def test_weights_of_a_replaced_head_and_of_buffers_are_expected(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_a_replaced_head_and_buffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save(
         tmp_path / "model",
         build_bert("ForPreTraining"),

@@ -20,9 +20,7 @@ def write_model(folder: Path, file_name: str = "config.json", step: int | None =
 
 @pytest.mark.parametrize("folder", ["lr=0.1/model", "a=b", "exp [old]", "a@b=c", "runs/lr=0.1,wd=0"])
 @pytest.mark.parametrize("label", ["", "x=", "x=y="])
-def test_names_of_folders_are_taken_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, label: str
-) -> None:
+def test_folders_are_taken_as_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, label: str) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / folder)
     for name in (folder, str(tmp_path / folder)):

@@ -80,9 +80,7 @@ def make_byte_tokenizer(adds_prefix_space: bool) -> PreTrainedTokenizerFast:
         (make_llama_tokenizer(add_bos_token=True, add_eos_token=True), "\u0416 \u0416", [1], [2]),
     ],
 )  # fmt: skip
-def test_special_tokens_are_found_without_a_text(
-    tokenizer: Any, text: str, prefix: list[int], suffix: list[int]
-) -> None:
+def test_special_tokens_without_a_text(tokenizer: Any, text: str, prefix: list[int], suffix: list[int]) -> None:
     assert special_tokens.special_tokens(tokenizer) == (prefix, suffix)
     text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer(text)["input_ids"] == [*prefix, *text_ids, *suffix]

@@ -163,9 +163,7 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
     assert cell.mean_and_std("accuracy").mean == pytest.approx(55)
     cosreg_cell = configurations.select_cell(frame, "cosreg")
     assert (cosreg_cell.runs.empty, cosreg_cell.seeds, cosreg_cell.num_failed) == (True, [], 1)
-    remarks = {
-        row[1].text: row[-1].text for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows
-    }
+    remarks = {x[1].text: x[-1].text for x in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows}
     assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned")
     assert remarks["CosReg"] == "no finished run; 1 failed"
     sheet = paper_tables.build_excluded_runs_sheet(frame, {"x/y": "x/y holds no run"}, "x")
@@ -252,9 +250,7 @@ def test_the_best_mean_is_bold(prepare: Prepare) -> None:
         record("rte", BERT, istar(), 1, 0.612341),
         record("rte", BERT, cosreg(), 1, 0.60),
     )
-    bold = {
-        row[1].text: row[4].bold for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows
-    }
+    bold = {x[1].text: x[4].bold for x in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows}
     assert bold == {"Base": True, "I-STAR": True, "CosReg": False}
 
 

@@ -78,9 +78,7 @@ def test_tests_are_paired_and_corrected_over_the_whole_report(tmp_path: Path) ->
         assert comparison.unadjusted_p_value == pytest.approx(unadjusted_p_values[task, weight], rel=1e-12)
         assert comparison.statistics.p_value == pytest.approx(adjusted_p_values[task, weight], rel=1e-12)
         reference_interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        assert comparison.statistics.interval == pytest.approx(
-            (reference_interval.low, reference_interval.high), rel=1e-9
-        )
+        assert comparison.statistics.interval == pytest.approx(tuple(reference_interval), rel=1e-9)
         # The power follows from the noncentral F distribution, that of the square of a noncentral t.
         limit = stats.f.isf(0.05 / 4, 1, 7)
         assert comparison.statistics.smallest_difference is not None
@@ -194,9 +192,7 @@ def test_longer_trials_or_other_data_are_another_budget(tmp_path: Path, changes:
         ([{"model": "a/last"}, {"model": "b/last"}], [("a/last", "rte"), ("b/last", "rte")]),
     ],
 )
-def test_each_data_set_and_each_model_is_compared(
-    tmp_path: Path, paths: list[dict[str, Any]], names: list[tuple[str, str]]
-) -> None:
+def test_each_data_set_and_model(tmp_path: Path, paths: list[dict[str, Any]], names: list[tuple[str, str]]) -> None:
     """Of two corpora or of two checkpoints with the same last name, only those with the best means were compared."""
     for number, (path, gain) in enumerate(zip(paths, (0.2, -0.2), strict=True)):
         hashes = {"data": f"data {number}", "weights": f"model {number}"}
@@ -210,9 +206,7 @@ def test_each_data_set_and_each_model_is_compared(
     assert [row.statistics.chosen_among for row in compared.comparisons] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "inputs", [{"data": "a part of data-rte"}, {"weights": "5678"}], ids=lambda inputs: next(iter(inputs))
-)
+@pytest.mark.parametrize("inputs", [{"data": "a part"}, {"weights": "5678"}], ids=lambda inputs: next(iter(inputs)))
 def test_scores_on_other_data_or_of_other_models_are_not_compared(tmp_path: Path, inputs: dict[str, Any]) -> None:
     """Two methods used to be compared even if each had another validation set, such as a part of it."""
     scores = {seed: 0.5 + seed / 100 for seed in range(1, 8)}
@@ -299,9 +293,7 @@ def test_a_choice_on_the_reported_set_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(None, "validation"), (0.1, "held-out")])
-def test_runs_of_earlier_versions_do_not_record_what_chose(
-    tmp_path: Path, fraction: float | None, expected: str
-) -> None:
+def test_earlier_runs_do_not_record_what_chose(tmp_path: Path, fraction: float | None, expected: str) -> None:
     save_all(tmp_path, BASE, {1: 0.5}, task__validation_fraction=fraction)
     [method] = compare_methods_in(tmp_path).methods
     assert method.selection_set == expected

@@ -95,7 +95,7 @@ def test_failed_and_unfinished_runs_are_rows_too(write_run: Callable[..., RunRec
     assert frame["value"].isna().to_dict() == {"finished": False, "failed": True, "unfinished": True}
 
 
-def test_smoke_runs_are_left_out_and_counted_in_one_line(
+def test_smoke_runs_counted(
     write_run: Callable[..., RunRecord], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_run("real")
@@ -144,9 +144,7 @@ def test_no_folder_and_no_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "reader"), [(".csv", pd.read_csv), (".json", pd.read_json), (".parquet", pd.read_parquet)]
 )
-def test_what_is_exported_is_read_back(
-    write_run: Callable[..., RunRecord], tmp_path: Path, suffix: str, reader: Any
-) -> None:
+def test_exports_are_read_back(write_run: Callable[..., RunRecord], tmp_path: Path, suffix: str, reader: Any) -> None:
     write_run("one", "reg=istar", "reg.layers=[1,2]", value=0.123456789012345)
     write_run("two", "reg=none", "trainer.devices=auto")
     write_run("three", value=None, status="failed", error='out of, "luck"')
@@ -194,9 +192,7 @@ def test_the_command_prints_a_table_to_a_terminal(
     assert [message.rpartition("; ")[2] for message in others] == ["did you mean value?", "did you mean optim.lr?"]
 
 
-def test_outside_of_a_terminal_nothing_is_cut_or_rounded(
-    write_run: Callable[..., RunRecord], tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_without_a_terminal(write_run: Callable[..., RunRecord], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.chdir(tmp_path)
     write_three_runs(partial(write_run, root=tmp_path / "runs"), tmp_path)
@@ -233,9 +229,7 @@ def test_settings_that_tell_runs_apart_are_columns(write_run: Callable[..., RunR
     assert columns[columns.index("method") + 1] == "optim.lr"
 
 
-def test_models_of_one_name_are_told_apart_in_a_narrow_table(
-    write_run: Callable[..., RunRecord], tmp_path: Path
-) -> None:
+def test_models_of_one_name_in_a_narrow_table(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
     write_run("rte-bert-none-0", "reg=none", "model.name=a/bert", weights="1")
     assert read_runs(tmp_path).frame["model"].tolist() == ["bert"]
     write_run("rte-bert-none-1", "reg=none", "model.name=b/bert", weights="2")
@@ -281,9 +275,7 @@ def test_losses_are_sorted_from_the_lowest(write_run: Callable[..., RunRecord], 
     assert list(sort_runs(frame, "name")["name"]) == ["bad", "failed", "good"]
 
 
-def test_four_times_the_runs_take_four_times_the_work(
-    write_run: Callable[..., RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_is_linear(write_run: Callable[..., RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The work is the number of calls. Finished runs are read without a YAML parser, which would take most of it."""
     write_run("first")
     text = (tmp_path / "first" / RESULT).read_text()

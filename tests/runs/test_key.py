@@ -125,9 +125,7 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
-def test_runs_on_other_data_or_with_another_tokenizer_are_no_repetitions(
-    tmp_path: Path, inputs: tuple[dict[str, Any], ...]
-) -> None:
+def test_other_data_or_tokenizers_are_no_repetitions(tmp_path: Path, inputs: tuple[dict[str, Any], ...]) -> None:
     """They are two configurations in the comparison, the results and the report, each with its own label."""
     for number, changes in enumerate(inputs):
         for seed in (1, 2):

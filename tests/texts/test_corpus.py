@@ -154,9 +154,7 @@ def test_separate_documents_share_no_block(make_tokenizer: MakeTokenizer, length
         ids_read: list[int] = []
         while len(ids_read) < len(ids):
             block = next(blocks)
-            text_ids = [
-                token for token, is_special in zip(block.tokens, block.is_special, strict=True) if not is_special
-            ]
+            text_ids = [id_ for id_, is_special in zip(block.tokens, block.is_special, strict=True) if not is_special]
             has_special_tokens = tokenizer.cls_token_id is not None
             assert block.tokens == (
                 [tokenizer.cls_token_id, *text_ids, tokenizer.sep_token_id] if has_special_tokens else text_ids
@@ -167,7 +165,7 @@ def test_separate_documents_share_no_block(make_tokenizer: MakeTokenizer, length
     assert next(blocks, None) is None
 
 
-def test_the_pieces_of_a_document_and_the_runs_of_packed_blocks_have_one_number(
+def test_pieces_of_a_document_and_runs_of_packed_blocks_have_one_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths = [len(bert()(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]

@@ -29,9 +29,7 @@ def _compute_accuracy(*columns: str) -> float:
     splits = demo.generate("demo", "train"), demo.generate("demo", "validation")
     train, validation = ([tuple(row[column] for column in columns) for row in data] for data in splits)
     # A number before each word keeps the two sentences apart.
-    vectorizer = CountVectorizer(
-        analyzer=lambda row: [f"{i}{word}" for i, text in enumerate(row) for word in text.split()]
-    )
+    vectorizer = CountVectorizer(analyzer=lambda row: [f"{i}{w}" for i, text in enumerate(row) for w in text.split()])
     model = LogisticRegression(max_iter=500).fit(
         vectorizer.fit_transform(train), demo.generate("demo", "train")["label"]
     )

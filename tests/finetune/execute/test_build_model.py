@@ -141,9 +141,7 @@ def own_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_of_a_pretrained_head_are_in_the_order_of_the_task(
-    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_outputs_are_in_the_order_of_the_task(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = save_classifier(tmp_path, "CONTRADICTION", "Neutral", "entailment", family=family)
     model = load(tmp_path, "mnli")
     assert model.config.id2label == {0: "entailment", 1: "neutral", 2: "contradiction"}
@@ -204,9 +202,7 @@ def make_random_model(folder: Path, seed: int = 0, task: str = "demo") -> Any:
 @pytest.mark.parametrize(
     ("family", "task"), [("bert", "demo"), ("albert", "demo_span"), ("roberta", "demo"), ("distilbert", "demo_span")]
 )
-def test_random_weights_have_the_architecture_and_the_tokenizer_of_the_model(
-    tmp_path: Path, family: str, task: str
-) -> None:
+def test_random_weights_have_architecture_and_tokenizer_of_the_model(tmp_path: Path, family: str, task: str) -> None:
     """No file with weights is needed; the seed decides the weights."""
     folder = save_encoder(tmp_path, family, dtype=torch.bfloat16)
     pretrained_model = load(folder, task)
@@ -225,9 +221,7 @@ def test_random_weights_have_the_architecture_and_the_tokenizer_of_the_model(
 def test_random_weights_for_another_tokenizer(tmp_path: Path) -> None:
     save_encoder(tmp_path)
     tiny.make_tokenizer([*demo.vocabulary(), "zeugma"]).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"tokens, but its embedding has only \d+ rows; they belong to different models"
-    ):
+    with pytest.raises(UserError, match=r"tokens, but its embedding has only \d+ rows; they belong"):
         make_random_model(tmp_path)
 
 
@@ -309,9 +303,7 @@ def test_eager_attention_differs_by_rounding(tmp_path: Path, is_pretrained: bool
 
 
 @pytest.mark.parametrize(("family", "weight", "tolerance"), [("distilbert", 0.0, 0), ("bert", 1.0, 1e-4)])
-def test_gradient_checkpointing_changes_no_gradient(
-    tmp_path: Path, family: str, weight: float, tolerance: float
-) -> None:
+def test_checkpointing_changes_no_gradient(tmp_path: Path, family: str, weight: float, tolerance: float) -> None:
     """The penalty's share of the gradient is added at another place in the sum, which changes the rounding."""
     folder = save_encoder(tmp_path / "model", family)
     expected, checkpointed = (compute_gradients(folder, is_on, weight) for is_on in (False, True))
@@ -337,16 +329,12 @@ def test_compiled_losses_are_the_same(small: Build, tmp_path: Path, options: tup
         [float(value) for value in train_and_read_metrics(small, folder, *options, *compile_options)]
         for compile_options in ((), ("model.compile=true",))
     )
-    assert compiled == pytest.approx(
-        expected, rel=2e-2 if "trainer.precision=bf16-mixed" in options else 1e-4, abs=1e-5
-    )
+    assert compiled == pytest.approx(expected, rel=2e-2 if options else 1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_a_model_that_cannot_be_compiled_says_how_to_train_it(
-    small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_compiled(small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler of the machine is missing, which torch notices when it has translated the whole model."""
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))

@@ -78,9 +78,7 @@ def test_a_damaged_checkpoint_that_is_the_only_one(checkpoints: Path, good_check
     assert len(warnings_in(caplog)) == 1
 
 
-def test_a_compressed_checkpoint_does_not_fill_the_memory(
-    checkpoints: Path, good_checkpoint: Path, caplog: Any
-) -> None:
+def test_a_compressed_checkpoint_fills_no_memory(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
     """A few kilobytes that torch would load as a gigabyte."""
     compress_archive(good_checkpoint, checkpoints / "step-2.ckpt")
     assert torch.load(checkpoints / "step-2.ckpt", weights_only=True).keys()
@@ -162,7 +160,7 @@ def test_a_foreign_checkpoint(checkpoints: Path, good_checkpoint: Path, caplog: 
 
 
 @pytest.mark.parametrize("kind", ["empty", "text", "half", "without its last byte", "another archive", "a pickle"])
-def test_what_is_no_checkpoint_at_all(
+def test_what_is_no_checkpoint(
     checkpoints: Path, good_checkpoint: Path, caplog: Any, tmp_path: Path, kind: str
 ) -> None:
     newer, marker, data = checkpoints / "step-2.ckpt", tmp_path / "marker", good_checkpoint.read_bytes()
@@ -179,7 +177,7 @@ def test_what_is_no_checkpoint_at_all(
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["archive", "old format"])
-def test_a_checkpoint_that_would_run_code(
+def test_code_in_a_checkpoint(
     checkpoints: Path, good_checkpoint: Path, caplog: Any, tmp_path: Path, is_old: bool
 ) -> None:
     marker = tmp_path / "marker"
@@ -235,9 +233,7 @@ def test_a_run_with_damaged_checkpoints_ends_as_the_undisturbed_one(
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["damaged", "gone"])
-def test_a_checkpoint_needs_the_weights_of_its_best_epoch(
-    checkpoints: Path, good_checkpoint: Path, caplog: Any, is_gone: bool
-) -> None:
+def test_checkpoints_need_the_best_epoch(checkpoints: Path, good_checkpoint: Path, caplog: Any, is_gone: bool) -> None:
     best_epoch = read_checkpoint(good_checkpoint)["callbacks"]["History"]["best"]
     best_weights = checkpoints / f"best-epoch-{best_epoch}.ckpt"
     data = best_weights.read_bytes()

@@ -47,9 +47,7 @@ def wandb(wandb_at: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_a_run_is_found_by(small: Build, wandb: Any) -> None:
-    config = small(
-        "logger=wandb", "reg=istar", "reg.lambda=0.5", "logger.group=first-sweep", "logger.tags=[paper,demo]"
-    )
+    config = small("logger=wandb", "reg=istar", "reg.lambda=0.5", "logger.group=first", "logger.tags=[paper,demo]")
     record = run(config)
     folder = only_run(Path(config.run.root))
     [records] = offline_records(folder)
@@ -137,9 +135,7 @@ def test_a_run_that_the_caller_has_open_is_left_alone(small: Build, wandb: Any, 
 
 
 @pytest.mark.parametrize("failing_stage", ["in a step", "when the result is written"])
-def test_what_fails_is_a_failed_run_and_goes_on_as_the_same(
-    small: Build, wandb: Any, monkeypatch: pytest.MonkeyPatch, failing_stage: str
-) -> None:
+def test_what_fails_goes_on(small: Build, wandb: Any, monkeypatch: pytest.MonkeyPatch, failing_stage: str) -> None:
     def fail(*arguments: Any, **keywords: Any) -> Any:
         raise RuntimeError("out of luck")
 
@@ -156,9 +152,7 @@ def test_what_fails_is_a_failed_run_and_goes_on_as_the_same(
     until_the_next_second()
     run(config)
     first, second = offline_records(folder)
-    exit_codes = [
-        [record.exit.exit_code for record in records if record.HasField("exit")] for records in (first, second)
-    ]
+    exit_codes = [[row.exit.exit_code for row in records if row.HasField("exit")] for records in (first, second)]
     assert exit_codes == [[1], [0]]
     assert start_of(first).run_id == start_of(second).run_id
     assert summary_of(second)["status"] == "finished"
@@ -215,9 +209,7 @@ def run_agent_command(repository: Path, command: list[str], run_id: str, folder:
     """Run the command of W&B's agent in a fork, with the agent's environment; returns the exit code and the output."""
     parameters = folder / "config.yaml"
     chosen_values = [word.split("=") for word in command[3:] if "." in word.split("=")[0]]
-    parameters.write_text(
-        yaml.safe_dump({"wandb_version": 1, **{key: {"value": value} for key, value in chosen_values}})
-    )
+    parameters.write_text(yaml.safe_dump({"wandb_version": 1, **{key: {"value": text} for key, text in chosen_values}}))
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -240,9 +232,7 @@ def run_agent_command(repository: Path, command: list[str], run_id: str, folder:
 
 
 @pytest.mark.slow
-def test_an_agents_run_keeps_the_id_that_the_agent_gave(
-    sweep: dict[str, Any], wandb: Any, repository: Path, tmp_path: Path
-) -> None:
+def test_an_agents_run_keeps_the_agents_id(sweep: dict[str, Any], wandb: Any, repository: Path, tmp_path: Path) -> None:
     values = {"reg.lambda": 0.5, "reg.zeta": 0.2, "optim.lr": 1e-3, "data.batch_size": 4}
     command = make_agent_command(sweep, **values)
     for index, run_id in enumerate(("agents1", "agents2")):

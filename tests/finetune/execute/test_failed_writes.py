@@ -191,9 +191,7 @@ def test_a_folder_that_cannot_be_written_any_more(
 
 @pytest.mark.slow
 @pytest.mark.skipif(ignores_permissions(), reason="root may write everywhere")
-def test_a_folder_that_loses_its_permissions(
-    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_loses_its_permissions(small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(*EPOCHS)
     original_save, locked_folders = AtomicCheckpointIO.save_checkpoint, []
 

@@ -51,9 +51,7 @@ def test_sweeps_and_several_processes(tmp_path: Path, start: Start) -> None:
     """A run that is forked from a server, and one in two processes, each of which is a new interpreter."""
     cases = {"forked": (), "fresh": ("sweep.fork=false", "trainer=ddp", "trainer.devices=2")}
     folders = [write_modules(tmp_path / name) for name in cases]
-    jobs = [
-        start(folder, *RUN, *options, python=("-s",)) for folder, options in zip(folders, cases.values(), strict=True)
-    ]
+    jobs = [start(path, *RUN, *options, python=("-s",)) for path, options in zip(folders, cases.values(), strict=True)]
     for done in at_once(*(job.wait for job in jobs)):
         assert done.code == 0, done
     for folder in folders:

@@ -63,9 +63,7 @@ def test_asking_for_a_lock_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_is_just_ending_is_waited_for(
-    tmp_path: Path, lock_holder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ending_writer_is_waited_for(tmp_path: Path, lock_holder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     original_sleep, waits = time.sleep, []
 
     def release_and_sleep(seconds: float) -> None:

@@ -89,7 +89,7 @@ def test_a_finished_run_is_uploaded_with_its_card(hub: MockHub, small: Build) ->
     assert "models/user/copy" in hub.repositories
 
 
-def test_a_refused_upload_is_known_before_training(
+def test_a_refused_upload_is_known(
     hub: MockHub, small: Build, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     hub.refuses_uploads = True

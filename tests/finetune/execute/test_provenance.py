@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from istar.finetune.execute.provenance import describe_code, describe_hardware, installed_versions
+from istar.finetune.execute.provenance import describe_code, describe_hardware
 
 UNKNOWN = {"code_commit": None, "code_modified": None}
 
@@ -67,7 +67,3 @@ def test_the_hardware_has_names() -> None:
     values = describe_hardware(torch.device("cpu"), 3)
     assert values.pop("device")
     assert values == {"processes": 3, "cuda": torch.version.cuda, "system": platform.platform()}
-
-
-def test_versions_name_what_a_result_depends_on() -> None:
-    assert {"istar", "torch", "transformers", "lightning", "datasets"} <= set(installed_versions())

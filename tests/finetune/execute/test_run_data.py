@@ -77,9 +77,7 @@ def test_mnli_has_two_validation_sets(small: Build, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["MNLI/AX.tsv", "AX/AX.tsv", "diagnostic/diagnostic.tsv", None])
-def test_the_diagnostic_set_is_where_the_benchmark_puts_it(
-    tmp_path: Path, name: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_diagnostic_set_may_be(tmp_path: Path, name: str | None, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "MNLI"
     for split in ("train", "dev_matched", "dev_mismatched"):
         table(folder, f"{split}.tsv", "index|sentence1|sentence2|gold_label", f"0|{split} .|old .|neutral")

@@ -107,9 +107,7 @@ def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp
     for steps in ("2", "4", "null"):
         assert look_up(measured, f"trainer.measure_every_n_steps={steps}") is not None
     for steps, examples in (("3", "64"), ("2", "8")):
-        with pytest.raises(
-            UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_examples=64"
-        ):
+        with pytest.raises(UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_ex"):
             look_up(measured, f"trainer.measure_every_n_steps={steps}", f"trainer.measure_examples={examples}")
     with pytest.raises(UserError, match=r"was run with trainer\.measure_every_n_steps=null trainer\.measure_ex"):
         look_up((), *measured)
@@ -128,9 +126,7 @@ def test_a_finished_run_must_have_kept_the_requested_models(small: Build, tmp_pa
     # The models of a coarser schedule are among these; without a schedule nothing is missing.
     for schedule in ("2", "4", "null"):
         assert look_up(schedule) is not None
-    with pytest.raises(
-        UserError, match=r"without models/step-1/ of trainer\.keep_models=log; trainer\.keep_models=null"
-    ):
+    with pytest.raises(UserError, match=r"without models/step-1/ of trainer\.keep_models=log; trainer\.keep_models"):
         look_up("log")
     (tmp_path / "models" / "step-2").rmdir()
     with pytest.raises(UserError, match=r"without models/step-2/"):
@@ -242,9 +238,7 @@ def test_adapters_that_are_their_own_base_are_refused(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_sweep_hashes_the_weights_of_a_model_once(
-    composed: Build, base_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_hashes_weights_once(composed: Build, base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
     original = hashlib.file_digest
 

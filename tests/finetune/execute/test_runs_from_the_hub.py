@@ -229,9 +229,7 @@ def test_what_the_hub_refuses(hub: MockHub) -> None:
     assert "data set nyu-mll/glue: the hub has no data set of this name, or a private one" in read_data_error()
 
 
-def test_a_hub_that_does_not_answer(
-    hub: MockHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_silent_hub(hub: MockHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A run does not wait for the hub; it uses the last commit that is known, with a warning."""
     commit = resolve_model(ModelConfig("org/tiny")).revision
     hub.silent = True

@@ -160,9 +160,7 @@ def test_what_identifies_a_streamed_run(small: Build, text: Path, tmp_path: Path
         (("task.data_dir=null",), r"^task\.stream=true: the data of mlm are generated; name a text with"),
     ],
 )
-def test_settings_that_are_refused_in_one_line(
-    small: Build, text: Path, overrides: tuple[str, ...], message: str
-) -> None:
+def test_refused_settings(small: Build, text: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         run(small("task=mlm", *STREAMED, f"task.data_dir={text}", *overrides))
     assert "\n" not in str(error.value)
@@ -186,9 +184,7 @@ VALIDATION = {"validation.txt": "some text\n" * 99}
         ({"train.jsonl.gz": "no gzip", **VALIDATION}, r"train\.jsonl\.gz: cannot be read: "),
     ],
 )  # fmt: skip
-def test_streams_that_are_refused_in_one_line(
-    small: Build, tmp_path: Path, content_by_name: dict[str, str], message: str
-) -> None:
+def test_refused_streams(small: Build, tmp_path: Path, content_by_name: dict[str, str], message: str) -> None:
     for name, content in content_by_name.items():
         (tmp_path / name).write_text(content)
     config = small("task=mlm", *STREAMED, f"task.data_dir={tmp_path}")
@@ -210,9 +206,7 @@ def test_a_row_that_cannot_be_read_ends_the_run_in_one_line(small: Build, tmp_pa
     assert "\n" not in str(error.value)
 
 
-def test_the_training_split_of_the_hub_is_streamed(
-    small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_split_of_the_hub(small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test set is not downloaded, and the commit identifies the run."""
     files = wikitext_files(rows=2)
     files["wikitext-2-raw-v1/train-00001-of-00002.parquet"] = files["wikitext-2-raw-v1/train-00000-of-00001.parquet"]

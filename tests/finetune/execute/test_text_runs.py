@@ -73,9 +73,7 @@ def load_text_examples(small: Build, path: Path) -> Examples:
     return load_examples(TASKS["mlm"], config.task)
 
 
-def test_a_text_file_holds_out_some_of_its_documents(
-    small: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_file_holds_documents_out(small: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     documents = demo.generate("mlm", "train")["text"][:100]
     (tmp_path / "letters.txt").write_text("\n".join(documents), encoding="utf-8")
     examples = load_text_examples(small, tmp_path / "letters.txt")
@@ -129,9 +127,7 @@ def expert_overrides(decoder: Path, architecture: str, values: str) -> tuple[str
     return (*model, f"model.tokenizer={decoder}", f"model.config={{{values},num_key_value_heads:2}}")
 
 
-def test_the_router_loss_of_experts_is_part_of_the_task_loss_but_not_of_perplexity(
-    small: Build, decoder: Path, tmp_path: Path
-) -> None:
+def test_the_router_loss_counts_for_the_task_loss_alone(small: Build, decoder: Path, tmp_path: Path) -> None:
     # The load-balancing loss of a balanced router is `num_experts_per_tok`, here 2.
     steps, perplexities = [], []
     for is_added in ("false", "true"):
@@ -156,9 +152,7 @@ def test_the_router_loss_of_experts_is_part_of_the_task_loss_but_not_of_perplexi
     ],
     ids=["head without it", "architecture without it", "coefficient 0"],
 )
-def test_a_router_loss_that_the_model_does_not_add_is_refused(
-    small: Build, decoder: Path, task: str, architecture: str, values: str
-) -> None:
+def test_a_missing_router_loss(small: Build, decoder: Path, task: str, architecture: str, values: str) -> None:
     model = expert_overrides(decoder, architecture, f"{values},output_router_logits:true")
     with pytest.raises(UserError, match="its loss lacks the load-balancing loss of its routers") as error:
         run(small(f"task={task}", *(TEXT if task == "clm" else ()), *model))

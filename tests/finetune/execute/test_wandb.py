@@ -76,9 +76,7 @@ def test_wandb_that_fails(
 
 
 @pytest.mark.parametrize("mode", ["auto", "online"])
-def test_wandb_that_refuses_the_key(
-    small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, mode: str
-) -> None:
+def test_wandb_refuses_the_key(small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, mode: str) -> None:
     """The server of W&B is probed without the hub's library, which refuses all requests in offline mode."""
     import wandb
 
@@ -93,9 +91,7 @@ def test_wandb_that_refuses_the_key(
     assert wandb.run is None
 
 
-def test_without_a_key_nobody_is_asked(
-    small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, caplog: Any
-) -> None:
+def test_no_key_asks_nobody(small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, caplog: Any) -> None:
     server = start_server(200)
     wandb_at(server.url)
     monkeypatch.delenv("WANDB_API_KEY")
@@ -113,7 +109,7 @@ def test_without_a_key_nobody_is_asked(
     ("name", "value"),
     [("WANDB_MODE", "sometimes"), ("WANDB_BASE_URL", "nowhere"), ("WANDB_INIT_TIMEOUT", "long")],
 )
-def test_a_wandb_setting_that_is_none(
+def test_wrong_settings(
     small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -135,9 +131,7 @@ def test_a_wandb_setting_that_is_none(
         (f"logger.tags=[{'x' * 65}]", "correct logger.tags"),
     ],
 )
-def test_each_error_of_wandb_has_the_hint_that_fits_it(
-    small: Build, wandb_at: Any, start_server: Any, override: str, hint: str, mode: str
-) -> None:
+def test_hints_of_errors(small: Build, wandb_at: Any, start_server: Any, override: str, hint: str, mode: str) -> None:
     wandb_at(start_server(200).url)
     config = small(*WANDB, f"logger.mode={mode}", override)
     message = refused_in_one_line(config)
@@ -152,9 +146,7 @@ def test_each_error_of_wandb_has_the_hint_that_fits_it(
 
 
 @pytest.mark.parametrize("text", ["entity nobody not found during upsertBucket", "permission denied"])
-def test_an_entity_that_wandb_does_not_know(
-    small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, text: str
-) -> None:
+def test_an_unknown_entity(small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, text: str) -> None:
     import wandb
 
     def refuse(**keywords: Any) -> None:
@@ -265,7 +257,7 @@ def test_a_wandb_service_that_dies(
     assert len(logged_by(records, "train/loss")) == 4
 
 
-def test_a_disk_full_of_metrics_finishes_the_wandb_run(
+def test_a_full_disk_ends_the_run(
     small: Build, wandb_at: Any, closed_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
@@ -291,9 +283,7 @@ def test_wandb_disabled_touches_no_network(small: Build, wandb_at: Any, start_se
 
 
 @pytest.mark.slow
-def test_wandb_offline_reports_nothing_at_the_end_of_the_process(
-    repository: Path, wandb_at: Any, start_server: Any, tmp_path: Path
-) -> None:
+def test_offline_nothing_is_reported(repository: Path, wandb_at: Any, start_server: Any, tmp_path: Path) -> None:
     server = start_server(500)
     wandb_at(server.url)
     command = [sys.executable, "train.py", "task=demo", "logger=wandb", "logger.mode=offline", *FOUR_STEPS,

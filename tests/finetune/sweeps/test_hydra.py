@@ -89,9 +89,7 @@ def test_callbacks_of_the_sweep(call: Call, monkeypatch: pytest.MonkeyPatch) -> 
     ("target", "message"),
     [(f"{__name__}.JobCallback", "error: hydra.callbacks: JobCallback.on_job_end "), ("nowhere.Nothing", "error: ")],
 )
-def test_callbacks_that_cannot_be_used_are_one_line(
-    call: Call, capsys: pytest.CaptureFixture[str], target: str, message: str
-) -> None:
+def test_refused_callbacks(call: Call, capsys: pytest.CaptureFixture[str], target: str, message: str) -> None:
     assert call("-m", "seed=1", "--dry-run", f"+hydra.callbacks.ours._target_={target}", *TINY) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(message)

@@ -56,9 +56,7 @@ def test_settings_that_do_not_change_the_outcome_do_not_change_the_names(make_ru
         (("reg=istar,istar_scratch", "reg.lambda=-1,1"), 4, ""),
     ],
 )  # fmt: skip
-def test_keys_that_an_option_lacks_have_no_effect_on_its_runs(
-    make_runs: MakeRuns, arguments: tuple[str, ...], num_runs: int, note: str
-) -> None:
+def test_keys_of_other_options(make_runs: MakeRuns, arguments: tuple[str, ...], num_runs: int, note: str) -> None:
     sweep = make_runs(*arguments, *SMALL)
     sweep.console = Console(file=io.StringIO(), width=1000)
     with_all_runs(sweep)

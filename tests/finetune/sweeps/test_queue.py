@@ -118,9 +118,7 @@ def lock(runs: SweepRuns, seed: int, locks: ExitStack) -> tuple[Path, Config]:
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_run_of_another_process_is_waited_for(
-    make_runs: Callable[..., SweepRuns], locks: ExitStack, is_finished: bool
-) -> None:
+def test_waiting_for_another_process(make_runs: Callable[..., SweepRuns], locks: ExitStack, is_finished: bool) -> None:
     """The result of the other process is used; a run that it has left unfinished is executed by the sweep."""
     sweep_runs = with_all_runs(make_runs(*GRID))
     folder, config = lock(sweep_runs, 1, locks)
@@ -160,7 +158,7 @@ def test_a_signal_ends_the_wait(make_runs: Callable[..., SweepRuns], locks: Exit
     assert [entry.status for entry in sweep_runs.state.entries] == ["elsewhere", "finished", "finished"]
 
 
-def test_the_seeds_follow_when_all_is_settled(
+def test_seeds_come_last(
     make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The seeds repeat the run that another process executes, because it has the best learning rate."""
@@ -186,9 +184,7 @@ def test_the_seeds_follow_when_all_is_settled(
     assert (Run.seeds, Run.rates) == ([1, 2], [1e-3, 1e-4])
 
 
-def test_the_folder_of_a_sweep_is_written_by_one_command_at_a_time(
-    make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_command_writes_at_a_time(make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands that share a search removed each other's unfinished files."""
     monkeypatch.setattr(writing, "_LOCK_TIMEOUT_SECONDS", 0.1)
     sweep_runs = make_runs(*GRID)
@@ -251,9 +247,7 @@ def test_a_result_arrives_while_the_launcher_waits_for_others(make_runs: Callabl
 
 
 @pytest.mark.usefixtures("in_memory")
-def test_a_search_takes_over_the_trials_of_another_call(
-    make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_takes_trials_over(make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch) -> None:
     """The call with nothing left to start waits for the trial of the other call, and has its result."""
     arguments = ("optim.lr=1e-3,1e-4", "sweep.trials=2", "sweep.search=optuna", *TINY)
     sweep_runs, other_runs = make_runs(*arguments), make_runs(*arguments)
@@ -362,9 +356,7 @@ def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) 
     assert len(repetitions) == 4
     for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
         for seed in (7, 8):
-            assert any(
-                {f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= repetition for repetition in repetitions
-            )
+            assert any({f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= found for found in repetitions)
     # The comparison has the best configurations alone, and names what the search has found.
     assert sweep.print_results(sweep_runs) == 0
     table = (sweep_runs.folder / "comparison.md").read_text()
@@ -399,9 +391,7 @@ def test_a_launcher_cannot_choose_the_precision(make_runs: Callable[..., SweepRu
 
 
 @pytest.mark.slow
-def test_a_search_waits_for_a_run_of_another_process(
-    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_waits(make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result of the other process becomes the value of the trial."""
     optuna = pytest.importorskip("optuna")
     arguments = ("sweep.search=optuna", "sweep.trials=3", *TINY)

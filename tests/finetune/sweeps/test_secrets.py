@@ -62,9 +62,7 @@ def test_an_error_shows_no_password(tmp_path: Path, storage: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_what_launchers_write_into_the_files_of_their_jobs(
-    make_sweeper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_launchers_write(make_sweeper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     storage = f"sweep.storage=postgresql://me:{PASSWORD}@localhost/db"
     given: list[Any] = []
     monkeypatch.setattr(Plugins, "instantiate_launcher", lambda self, **arguments: given.append(arguments["config"]))

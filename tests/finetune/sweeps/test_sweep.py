@@ -89,9 +89,7 @@ def test_the_best_of_each_method_goes_on_with_more_seeds(tmp_path: Path, start: 
         for argument in TINY
         if argument.partition("=")[0] not in {setting.partition("=")[0] for setting in search_settings}
     ]
-    arguments = [
-        argument for argument in (*search_settings, *tiny_settings) if not argument.startswith("reg.num_points")
-    ]
+    arguments = [text for text in (*search_settings, *tiny_settings) if not text.startswith("reg.num_points")]
     dry_run_result = start(tmp_path, *arguments, "--dry-run").wait()
     assert (dry_run_result.code, dry_run_result.stderr) == (0, "")
     assert "4 runs, 4 of them to do; then 2 seeds of the best of each of 2 methods" in dry_run_result.stdout
@@ -146,7 +144,7 @@ def test_finished_runs_are_run_again_only_if_asked(make_runs: Callable[..., Swee
     assert sweep_runs.read_record(sweep_runs.planned[name].entry).status == "finished"
 
 
-def test_a_damaged_result_names_the_folder_to_delete(
+def test_a_damaged_result(
     make_runs: Callable[..., SweepRuns], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`run.overwrite=true` would run the whole sweep again. Neither it nor missing data are mended by a new call."""
@@ -188,7 +186,7 @@ def test_a_smoke_run_stands_for_no_real_run(make_runs: Callable[..., SweepRuns],
     assert entry.status == "waiting"
 
 
-def test_a_sweep_does_not_compare_smoke_runs(
+def test_smoke_runs_alone(
     make_runs: Callable[..., SweepRuns], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep_runs = make_runs("seed=1,2", "run.smoke=true", "run.save_model=false", "run.geometry=false", *TINY)
@@ -256,9 +254,7 @@ def test_a_search_that_is_killed_goes_on(tmp_path: Path, start: Start) -> None:
     records = read_records(tmp_path)
     assert len(records) == 6
     assert {record.status for record in records.values()} <= {"finished", "pruned"}
-    assert {
-        name: (tmp_path / "runs" / name / "result.json").stat().st_mtime_ns for name in result_times
-    } == result_times
+    assert {key: (tmp_path / "runs" / key / "result.json").stat().st_mtime_ns for key in result_times} == result_times
     for record in records.values():
         assert (len(record.epochs) == 4) == (record.status == "finished")
     assert len(json.loads((next((tmp_path / "runs" / "sweeps").glob("*/sweep.json"))).read_text())["entries"]) == 6
@@ -276,9 +272,7 @@ def test_a_pruned_run_can_be_finished_later(tmp_path: Path, start: Start) -> Non
     search_arguments = ("-m", "optim.lr=tag(log,interval(3e-4,1e-2))", "sweep.search=optuna", "sweep.trials=8",
                         "sweep.pruner=asha", "sweep.sampler=random", *shared_settings)  # fmt: skip
     assert start(tmp_path / "search", *search_arguments, "sweep.jobs=2").wait().code == 0
-    pruned_records = {
-        name: record for name, record in read_records(tmp_path / "search").items() if record.status == "pruned"
-    }
+    pruned_records = {key: run for key, run in read_records(tmp_path / "search").items() if run.status == "pruned"}
     assert pruned_records
     name, record = next(iter(pruned_records.items()))
     run_arguments = (f"optim.lr={record.config['optim']['lr']}", *shared_settings)

@@ -183,9 +183,7 @@ FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_every_sweep_of_the_paper_has_the_values_of_the_paper(
-    name: str, make_sweeper: Callable[..., IstarSweeper]
-) -> None:
+def test_sweeps_have_the_values_of_the_paper(name: str, make_sweeper: Callable[..., IstarSweeper]) -> None:
     sweeper = make_sweeper(f"+sweep={name}")
     assert sweeper.config.hydra.mode.name == "MULTIRUN"
     settings = schema.load_sweep(sweeper.config)
@@ -242,9 +240,7 @@ def format_settings(settings: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_the_runs_of_all_grids_of_every_sweep_file_compose(
-    name: str, make_sweeper: Callable[..., IstarSweeper]
-) -> None:
+def test_the_runs_of_every_sweep_file_compose(name: str, make_sweeper: Callable[..., IstarSweeper]) -> None:
     required = ["model.name=tiny", "model.pretrained=false"] if name == "finetune_own" else []
     sweeper = make_sweeper(f"+sweep={name}", *required)
     grids = schema.load_sweep(sweeper.config).grids or {}

@@ -15,10 +15,8 @@ from istar.errors import UserError
 from istar.finetune.execute import extras
 from istar.geometry.collect import measure, similarity
 from istar.geometry.collect.corpus_statistics import MeasureSettings
-from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import Measurements
-from istar.hidden_states.offloading import find_input_device
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder
 from istar.texts.corpus import Source
@@ -94,17 +92,6 @@ def test_offloaded_weights_have_the_dtype_of_the_others(folder: Path) -> None:
     assert strip(measure_folder(folder, "disk-bf16", device=place_layers(2, "disk"), dtype="bf16")) == strip(plain)
 
 
-def test_states_come_from_all_places(folder: Path) -> None:
-    model = load_encoder(ModelSource(str(folder / "model")), TOKENIZER, device=place_layers(2, "disk"))
-    block_reader = BlockReader(model)
-    states = block_reader(
-        {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}
-    )
-    assert find_input_device(model) == block_reader.device == CPU
-    assert block_reader.devices == dict.fromkeys(block_reader.names, CPU)
-    assert list(states) == ["embeddings", "layer_1", "layer_2", "layer_3", "layer_4", "final_norm"]
-
-
 def test_similarity_of_offloaded_models(folder: Path) -> None:
     models = [(label, ModelSource(str(folder / "model"))) for label in ("first", "second")]
     plain = similarity.compute_similarities(models, SENTENCES, 16, "cpu")
@@ -127,9 +114,7 @@ def test_adapters_are_not_placed(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_offloads_and_tells_the_memory(
-    folder: Path, plain: Measurements, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_offloading(folder: Path, plain: Measurements, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     num_bytes = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
     text, out = f"text={folder / 'text.txt'}", tmp_path / "out"
     command = ["measure", str(folder / "model"), "--text", text, "--out", str(out)]
@@ -156,9 +141,7 @@ def test_the_command_offloads_and_tells_the_memory(
         (["--device-map", "auto", "--max-memory", "disk=1GB"], r"--max-memory disk=1GB: expected cpu or a GPU of"),
     ],
 )
-def test_wrong_options_are_one_line(
-    folder: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options(folder: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", str(folder / "model"), "--text", str(folder / "text.txt"), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")

@@ -63,9 +63,7 @@ def tolerance(is_by_type: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("max_recent_points", [1, 7, 10_000])
-def test_batches_merges_and_states_do_not_change_measures(
-    max_recent_points: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_and_merges_change_no_measures(max_recent_points: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
     first, second = zip(*(column.split([8 * LENGTH, 12 * LENGTH]) for column in make_text()), strict=True)
     expected_layer = make_layer(make_text())
@@ -107,9 +105,7 @@ def measures_without_group() -> list[dict[str, float]]:
 
 def test_errors_are_those_of_measures_without_each_group(measures_without_group: list[dict[str, float]]) -> None:
     measures = make_layer(make_text()).compute_measures()
-    assert {name for name in measures if name.endswith("_error")} == {
-        f"{name}_error" for name in measures_without_group[0]
-    }
+    assert {key for key in measures if key.endswith("_error")} == {f"{key}_error" for key in measures_without_group[0]}
     for name in measures_without_group[0]:
         pseudo_values = [-(GROUPS - 1) * values[name] for values in measures_without_group]
         assert measures[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8, nan_ok=True), name
@@ -146,9 +142,7 @@ def test_without_scatter_by_group_some_errors_are_left_out() -> None:
     all_measures = make_layer(make_text()).compute_measures()
     errors = {name for name in basic_measures if name.endswith("_error")}
     assert errors == {"inter_sim_error", "average_norm_error"}
-    assert basic_measures == pytest.approx(
-        {name: all_measures[name] for name in basic_measures}, rel=1e-10, nan_ok=True
-    )
+    assert basic_measures == pytest.approx({key: all_measures[key] for key in basic_measures}, rel=1e-10, nan_ok=True)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])

@@ -66,9 +66,7 @@ def test_the_length_is_limited_by_absolute_positions(config: Any, max_length: in
     assert measure._resolve_length(MeasureSettings(length), model).length == length
     assert measure._resolve_length(MeasureSettings(0), model).length == min(length, 512)
     if max_length:
-        with pytest.raises(
-            UserError, match=rf"--length {length + 1} is too long; the model takes at most {length} tok"
-        ):
+        with pytest.raises(UserError, match=rf"--length {length + 1} is too long; .* at most {length} tok"):
             measure._resolve_length(MeasureSettings(length + 1), model)
 
 
@@ -161,9 +159,7 @@ def test_a_changed_configuration_or_tokenizer_is_measured_again(folder: Path, tm
     assert measure_quickly(model, text, tmp_path / "out")[1]
 
 
-def test_the_state_of_a_pass_of_another_tokenizer_is_ignored(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_of_another_tokenizer(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = shutil.copytree(folder / "model", tmp_path / "model"), folder / "text.txt"
     summarize_source = measure.summarize_source
 
@@ -180,9 +176,7 @@ def test_the_state_of_a_pass_of_another_tokenizer_is_ignored(
     assert resumed.sources == measure_quickly(model, text, tmp_path / "other", ["a", "b"])[0].sources
 
 
-def test_a_pass_on_another_device_does_not_resume(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_device_does_not_resume(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums about the origins of one device cannot be merged with those of another."""
     identities: list[str] = []
 
@@ -210,9 +204,7 @@ def test_buffers_of_the_checkpoint_are_weights() -> None:
     assert measure.hash_weights(model, None) != weights
 
 
-def test_measures_of_another_model_are_refused_before_the_pass(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measures_of_another_model_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another model has another name, and other weights, another configuration or another tokenizer."""
     text, out = folder / "text.txt", tmp_path / "out"
     measure_quickly(folder / "model", text, out)
@@ -296,9 +288,7 @@ def test_names_of_layers_stay_on_one_line() -> None:
         (["--text", "text.txt", "--groups", "-1"], "--groups -1 is too small; expected 0 or more"),
     ],
 )
-def test_bad_options_are_refused_in_one_line(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", "model", *options]) == 2
     error_output = capsys.readouterr().err
     assert message in error_output

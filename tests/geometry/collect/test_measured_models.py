@@ -96,9 +96,7 @@ def test_pooled_states_do_not_depend_on_padding_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("bart", marks=pytest.mark.slow), "t5"])
-def test_the_encoder_of_an_encoder_decoder_is_measured_and_a_line_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_the_encoder_of_an_encoder_decoder(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     model = save(tmp_path, name, AutoModelForSeq2SeqLM)
     measured = measure(tmp_path)
     assert [record.message for record in caplog.records if record.name.startswith("istar")] == [

@@ -125,9 +125,7 @@ def test_documents_come_evenly_from_the_texts(tmp_path: Path) -> None:
         ("the dog\n" * 4, "CKA is undefined for all layers, because"),
     ],
 )
-def test_models_are_compared_without_cka(
-    text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_without_cka(text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = []
     for label, source in save_models(tmp_path, make_encoder(0), make_encoder(1)):
         model = {"name": source.name, "revision": None, "type": "bert", "dtype": "float32", "device": "cpu"}

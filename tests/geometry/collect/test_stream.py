@@ -220,9 +220,7 @@ def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("max_tokens", "max_bytes"), [(100, 10**9), (10**9, 100 * 4 * 3 * 24)])
-def test_the_hidden_states_of_an_update_have_a_limit(
-    max_tokens: int, max_bytes: int, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_are_limited(max_tokens: int, max_bytes: int, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both limits are 100 tokens: the model has three taps of width 24, whose numbers have four bytes in float32."""
     monkeypatch.setattr(stream, "UPDATE_TOKENS", max_tokens)
     monkeypatch.setattr(stream, "UPDATE_BYTES", max_bytes)
@@ -377,9 +375,7 @@ def test_a_file_that_a_network_disk_shows_late_is_awaited(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(("document", "place"), [(0, "embeddings"), (0, "layer_2"), (20, "layer_1")])
-def test_the_first_states_that_are_not_finite_end_the_pass_at_once(
-    source: Source, monkeypatch: pytest.MonkeyPatch, document: int, place: str
-) -> None:
+def test_nonfinite_states(source: Source, monkeypatch: pytest.MonkeyPatch, document: int, place: str) -> None:
     """A layer gives NaN for a single token, as where half precision overflows; the layers after it have NaN, too."""
     lines = source.path.read_text().splitlines()
     lines[document] = "anna"
@@ -441,9 +437,7 @@ def test_limits_and_empty_texts(source: Source, tmp_path: Path) -> None:
 def test_too_few_tokens(tmp_path: Path, text: str, limit: int | None) -> None:
     """The message used to be about the moments of some points, and named no file."""
     (tmp_path / "short.txt").write_text(text)
-    with pytest.raises(
-        UserError, match=r"short\.txt: (1 token is|\d tokens are) too few to measure; expected at least 4"
-    ):
+    with pytest.raises(UserError, match=r"short\.txt: (1 token is|\d tokens are) too few to measure"):
         read_statistics(
             bert(), MeasureSettings(16, limit=limit, documents="separate"), Source("short", tmp_path / "short.txt")
         )
@@ -464,9 +458,7 @@ def test_a_block_of_separators_alone(tmp_path: Path) -> None:
         )
 
 
-def test_statistics_of_all_sources_are_never_in_memory_at_once(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_source_is_in_memory_at_a_time(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[CorpusStatistics] = weakref.WeakSet()
     max_alive = 0
 

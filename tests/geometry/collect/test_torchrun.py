@@ -103,9 +103,7 @@ def test_measures_equal_those_of_one_process(
     assert [path.name for path in (folder / "several" / ".istar").iterdir()] == ["manifest.json"]
 
 
-def test_checkpoints_need_a_single_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process_only(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it for its only process
     assert main(["measure", "--checkpoints", "mod*", "--text", "text.txt"]) == 2

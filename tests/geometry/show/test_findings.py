@@ -28,9 +28,7 @@ def make_usual(layers: dict[str, dict[str, float]] | None = None, partition: tup
                **fields: Any) -> Measurements:  # fmt: skip
     """Return measurements of a model; `layers` has the measures that are unusual, by layer and name."""
     source = {tap: {**USUAL_MEASURES, **(layers or {}).get(tap, {})} for tap in TAPS}
-    raw, centered = (
-        {**make_measurements().matrices["input"]["raw"], "partition_isotropy_both": value} for value in partition
-    )
+    raw, centered = ({**make_measurements().matrices["input"]["raw"], "partition_isotropy_both": x} for x in partition)
     matrices = {"input": {"raw": raw, "centered": centered}}
     return make_measurements(**{"sources": {"text": source}, "matrices": matrices, "by_position": {}, **fields})
 

@@ -162,9 +162,7 @@ def test_models_of_other_depth_are_compared_at_the_last_layer_before_a_final_nor
         ({"documents": "packed"}, {"documents": "packed"}, "independent"),
     ],
 )
-def test_the_method_follows_from_documents_and_groups(
-    first: dict[str, Any], other: dict[str, Any], method: str
-) -> None:
+def test_the_method_depends_on_documents_and_groups(first: dict[str, Any], other: dict[str, Any], method: str) -> None:
     models = make_model(**first), make_model("other", seed=1, **other)
     assert compare.explain_no_differences(*models) == ""
     assert compare.choose_error_method(*models) == method
