@@ -53,12 +53,9 @@ class Outer(nn.Module):
         self.model, self.call = model, call
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         return self.call(self.model, input_ids, attention_mask)
 
 

@@ -76,20 +76,12 @@ def join_shards():
 
 
 PENALTIES = {
-    "istar": partial(IStar, zeta=0.3),
-    "auto": partial(IStar, zeta="auto"),
+    "istar": partial(IStar, zeta=0.3), "auto": partial(IStar, zeta="auto"),
     "unbiased": partial(IStar, zeta=0, estimator="unbiased"),
-    "random direction": partial(RandomDirection, zeta=0, seed=3),
-    "cosreg": CosReg,
-    "decorrelation": Decorrelation,
-    "gor": Gor,
-    "kurtosis": Kurtosis,
-    "sigreg": partial(SigReg, directions=8),
-    "simctg": SimCtg,
-    "spectrum": Spectrum,
-    "uniformity": Uniformity,
-    "vicreg": VicReg,
-}
+    "random direction": partial(RandomDirection, zeta=0, seed=3), "cosreg": CosReg, "decorrelation": Decorrelation,
+    "gor": Gor, "kurtosis": Kurtosis, "sigreg": partial(SigReg, directions=8), "simctg": SimCtg, "spectrum": Spectrum,
+    "uniformity": Uniformity, "vicreg": VicReg,
+}  # fmt: skip
 DEFINED_FOR_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
 NEED_MORE_THAN_TWO_POINTS = {"unbiased", "simctg"}
 ATTACHED = ("istar", "unbiased", "simctg")

@@ -28,15 +28,11 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 40, "initializer_range": 0.3, "pad_token_id": 0, "max_position_embeddings": 64,
 }  # fmt: skip
 CHOICES = {
-    "all": Points(),
-    "content": Points("content", special_ids=SPECIAL),
-    "labelled": Points("labelled"),
-    "first": Points("first"),
-    "last": Points("last"),
-    "completion": Points("completion"),
+    "all": Points(), "content": Points("content", special_ids=SPECIAL), "labelled": Points("labelled"),
+    "first": Points("first"), "last": Points("last"), "completion": Points("completion"),
     "ratio": Points(max_norm_ratio=1.05),
     "content-ratio": Points("content", max_norm_ratio=1.02, special_ids=SPECIAL),
-}
+}  # fmt: skip
 
 
 @torch.no_grad()

@@ -17,25 +17,18 @@ SHAPE = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
 ARCHITECTURES: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "gpt2": ("positions", {}),
-    "gpt_neox": ("positions", {"intermediate_size": 64}),
-    "llama": ("positions", {"intermediate_size": 64}),
-    "qwen2": ("positions", {"intermediate_size": 64}),
+    "gpt2": ("positions", {}), "gpt_neox": ("positions", {"intermediate_size": 64}),
+    "llama": ("positions", {"intermediate_size": 64}), "qwen2": ("positions", {"intermediate_size": 64}),
     "qwen3": ("positions", {"intermediate_size": 64, "head_dim": 8}),
     "mistral": ("positions", {"intermediate_size": 64}),
-    "gemma": ("positions", {"intermediate_size": 64, "head_dim": 8}),
-    "gptj": ("positions", {"rotary_dim": 4}),
-    "phi": ("positions", {"intermediate_size": 64}),
-    "opt": ("mask", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "bert": ("mask", {"intermediate_size": 64}),
-    "distilbert": ("mask", {"hidden_dim": 64}),
+    "gemma": ("positions", {"intermediate_size": 64, "head_dim": 8}), "gptj": ("positions", {"rotary_dim": 4}),
+    "phi": ("positions", {"intermediate_size": 64}), "opt": ("mask", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "bert": ("mask", {"intermediate_size": 64}), "distilbert": ("mask", {"hidden_dim": 64}),
     "albert": ("mask", {"intermediate_size": 64, "embedding_size": 16}),
     "electra": ("mask", {"intermediate_size": 64, "embedding_size": 16}),
-    "modernbert": ("mask", {"intermediate_size": 64, "cls_token_id": 1, "sep_token_id": 1}),
-    "bloom": (None, {}),
-    "roberta": (None, {"intermediate_size": 64}),
-    "mpnet": (None, {"intermediate_size": 64}),
-}
+    "modernbert": ("mask", {"intermediate_size": 64, "cls_token_id": 1, "sep_token_id": 1}), "bloom": (None, {}),
+    "roberta": (None, {"intermediate_size": 64}), "mpnet": (None, {"intermediate_size": 64}),
+}  # fmt: skip
 
 
 def make_small_model(architecture: str, auto_class: Any = AutoModel) -> PreTrainedModel:

@@ -85,21 +85,18 @@ BERT_LAYER, LLAMA_LAYER = "bert.encoder.layer.0.output.dense", "model.layers.1.m
     [
         (build_llama, f"{LLAMA_LAYER}.weight_scale", measure),
         (build_llama, f"{LLAMA_LAYER}.weight_scale", lambda folder: train(folder, "clm")),
-        (build_llama, f"{LLAMA_LAYER}.bias", measure),
-        (build_llama, f"{LLAMA_LAYER}.weight.absmax", measure),
-        (build_llama, "model.norm.bias", measure),
-        (build_llama, "model.norm.masked_bias", measure),
+        (build_llama, f"{LLAMA_LAYER}.bias", measure), (build_llama, f"{LLAMA_LAYER}.weight.absmax", measure),
+        (build_llama, "model.norm.bias", measure), (build_llama, "model.norm.masked_bias", measure),
         (build_llama, "lm_head.bias", lambda folder: train(folder, "clm")),
         (build_llama, "model.embed_tokens.weight_scale_inv", measure),
         (build_llama, "model.embed_tokens.weight_scale_inv", embed),
         (build_llama, "model.embed_tokens.weight.absmax", embed),
-        (build_bert, f"{BERT_LAYER}.lora_A.weight", measure),
-        (build_bert, f"{BERT_LAYER}.weight_scale", train),
+        (build_bert, f"{BERT_LAYER}.lora_A.weight", measure), (build_bert, f"{BERT_LAYER}.weight_scale", train),
         (build_bert, f"{BERT_LAYER}.weight_scale", lambda folder: train(folder, "mlm")),
         (lambda: build_bert("Model"), "encoder.layer.1.attention.self.query.weight_scale", measure),
         (lambda: build_bert("Model"), "encoder.layer.1.attention.self.query.weight_scale", train),
     ],
-)
+)  # fmt: skip
 def test_further_weights(tmp_path: Path, build: Callable[[], Any], name: str, load: Callable[[Path], Any]) -> None:
     with pytest.raises(UserError, match=rf"the checkpoint has {name}\b.*not quantized"):
         load(save(tmp_path / "model", build(), {name: torch.ones(3)}))

@@ -172,13 +172,10 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
 
 def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
     frame = prepare(
-        record("rte", BERT, istar(-1), 1, 0.5),
-        record("rte", BERT, istar(-1, layers=[1]), 1, 0.9),
-        record("rte", BERT, cosreg(1), 1, 0.5),
-        record("rte", BERT, cosreg(-1), 1, 0.9),
-        record("rte", BERT, cosreg(1, "all"), 1, 0.9),
-        record("rte", BERT, istar(0.0), 1, 0.4),
-    )
+        record("rte", BERT, istar(-1), 1, 0.5), record("rte", BERT, istar(-1, layers=[1]), 1, 0.9),
+        record("rte", BERT, cosreg(1), 1, 0.5), record("rte", BERT, cosreg(-1), 1, 0.9),
+        record("rte", BERT, cosreg(1, "all"), 1, 0.9), record("rte", BERT, istar(0.0), 1, 0.4),
+    )  # fmt: skip
     means = {cell.family: cell.mean_and_std("accuracy").mean for cell in configurations.select_cells(frame)}
     # A penalty with a weight of 0 counts as Base.
     assert means == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}

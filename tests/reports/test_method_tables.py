@@ -28,11 +28,8 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
 
     row_by_method = {(row["model"], row["method"]): row for row in sheet.frame.to_dict("records")}
     assert list(row_by_method) == [
-        ("mine", "Base"),
-        ("mine", "I-STAR λ=-3 ζ=0.4"),
-        ("mine", "I-STAR λ=1 ζ=0.4"),
-        ("other", "CosReg λ=1"),
-    ]
+        ("mine", "Base"), ("mine", "I-STAR λ=-3 ζ=0.4"), ("mine", "I-STAR λ=1 ζ=0.4"), ("other", "CosReg λ=1"),
+    ]  # fmt: skip
     row = row_by_method["mine", "I-STAR λ=-3 ζ=0.4"]
     differences = np.array([100 * (istar_scores[seed] - base_scores[seed]) for seed in istar_scores])
     margin = stats.t.ppf(0.975, 4) * stats.sem(differences)
@@ -51,11 +48,8 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     assert row["p"] == row["p_holm"] == 2 / 2**5
     entry_by_column = dict(zip(sheet.header, sheet.rows[1], strict=True))
     assert [entry_by_column[name].text for name in ("trials", "chosen\non", "p", "p,\nHolm")] == [
-        "2",
-        "validation",
-        "-",
-        "-",
-    ]
+        "2", "validation", "-", "-",
+    ]  # fmt: skip
     assert "for 1 test; 2 entries without a p-value are not among them. m = 1." in sheet.caption
 
 

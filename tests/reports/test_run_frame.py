@@ -40,25 +40,18 @@ def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., 
     """
 
     def write_record(
-        name: str,
-        *overrides: str,
-        value: float | None = 0.5,
-        root: Path = tmp_path,
-        weights: str = "model",
+        name: str, *overrides: str, value: float | None = 0.5, root: Path = tmp_path, weights: str = "model",
         **changes: Any,
-    ) -> RunRecord:
+    ) -> RunRecord:  # fmt: skip
         config = composed("task=rte", *overrides)
         record = RunRecord(name, "finished", to_dict(config), make_key(config, "abc", weights))
         if value is not None:
             record = replace(
-                record,
-                headline={"metric": "accuracy", "value": value, "epoch": 2},
-                metrics={"accuracy": value},
-                baseline={"accuracy": 0.5271, "f1": 0.1},
-                collapsed={"validation": False},
+                record, headline={"metric": "accuracy", "value": value, "epoch": 2}, metrics={"accuracy": value},
+                baseline={"accuracy": 0.5271, "f1": 0.1}, collapsed={"validation": False},
                 isotropy={"before": {"1": 0.3, "union": 0.1}, "after": {"1": 0.4, "union": 0.2}, "points": 9},
                 timing={"total": 12.5},
-            )
+            )  # fmt: skip
         record = replace(record, **changes)
         write_result(record, root / name)
         return record

@@ -23,12 +23,9 @@ from tests.finished_runs import make_key
 from tests.reports.synthetic import istar, record, save
 
 SETTINGS = {
-    "task": {"name": "rte"},
-    "model": {"pretrained": True, "config": {}},
-    "reg": {"name": "istar", "lambda": -1.0, "zeta": 0.4},
-    "optim": {"lr": 1e-3},
-    "seed": 1,
-}
+    "task": {"name": "rte"}, "model": {"pretrained": True, "config": {}},
+    "reg": {"name": "istar", "lambda": -1.0, "zeta": 0.4}, "optim": {"lr": 1e-3}, "seed": 1,
+}  # fmt: skip
 KEY = RunKey(SETTINGS, "data", "model")
 
 

@@ -86,24 +86,17 @@ RESULTS: dict[str, str | bytes] = {
     "unknown field": changed("colour", to="red"),
 }
 CONFIGS: dict[str, str | bytes] = {
-    "empty": "",
-    "cut": "task: {name: rte",
-    "not text": b"\xff\xfe\x00{",
-    "deep": "[" * 100_000,
-    "deep mappings": "{a: " * 100_000,
-    "deep lists in a line": "- " * 100_000,
-    "recursive": "task: &a [*a]",
+    "empty": "", "cut": "task: {name: rte", "not text": b"\xff\xfe\x00{", "deep": "[" * 100_000,
+    "deep mappings": "{a: " * 100_000, "deep lists in a line": "- " * 100_000, "recursive": "task: &a [*a]",
     "laughing": laughing(12),
     "date": changed("config", to=1).replace('"config": 1', "config: 2001-01-01") + "\nseed: 2001-01-01",
-    "impossible date": "seed: 2001-99-99",
-    "tag": "seed: !!python/object/apply:os.system [exit]",
+    "impossible date": "seed: 2001-99-99", "tag": "seed: !!python/object/apply:os.system [exit]",
     "zeta": changed("reg", "zeta", to="x", unfinished=True),
     "huge": changed("reg", "lambda", to=10**400, unfinished=True),
     "no task": changed("task", "name", to=None, unfinished=True),
     "no lambda": changed("reg", to={"name": "istar"}, unfinished=True),
-    "no trainer": changed("trainer", to={}, unfinished=True),
-    "a list": "[]",
-}
+    "no trainer": changed("trainer", to={}, unfinished=True), "a list": "[]",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -197,12 +190,8 @@ def test_checkpoints_of_a_run(root: Path, caplog: Any) -> None:
 
 BAD_GEOMETRIES = ["[" * 100_000, "{}", '{"examples": 1, "mean_activation": ["x"], "two_nn": []}', '{"examples": 1e400}']
 BAD_METRICS = [
-    "",
-    "step,geometry/layer_x/isoscore\n1,2\n",
-    "step,geometry/layer_1/isoscore\none,two\n",
-    "a\0b\n\0",
-    '"',
-]
+    "", "step,geometry/layer_x/isoscore\n1,2\n", "step,geometry/layer_1/isoscore\none,two\n", "a\0b\n\0", '"',
+]  # fmt: skip
 
 
 def test_files_beside_the_result(tmp_path: Path) -> None:
@@ -223,18 +212,12 @@ def test_files_beside_the_result(tmp_path: Path) -> None:
 STATE = live_table.SweepState("good-123456", "train.py -m", "runs", 1, seen=0.0)
 ENTRY = live_table.SweepEntry("run", ("seed=1",), "rte", "bert", "I-STAR", 1, "I-STAR", "c1")
 SWEEPS: dict[str, dict[str, Any] | str] = {
-    "no jobs": {"jobs": 0},
-    "jobs": {"jobs": "two"},
-    "entries": {"entries": [1]},
+    "no jobs": {"jobs": 0}, "jobs": {"jobs": "two"}, "entries": {"entries": [1]},
     "progress": {"entries": [{**asdict(ENTRY), "progress": [1]}]},
     "status": {"entries": [{**asdict(ENTRY), "status": []}]},
-    "method": {"entries": [{**asdict(ENTRY), "method": None}]},
-    "seen": {"seen": "yesterday"},
-    "expected": {"expected": 10**400},
-    "format": {"format": 99},
-    "deep": "[" * 100_000,
-    "a list": "[]",
-}
+    "method": {"entries": [{**asdict(ENTRY), "method": None}]}, "seen": {"seen": "yesterday"},
+    "expected": {"expected": 10**400}, "format": {"format": 99}, "deep": "[" * 100_000, "a list": "[]",
+}  # fmt: skip
 
 
 def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,18 +50,11 @@ def cached_run(
         overrides = tuple(override for override in overrides if override != "task=demo")
         if overrides not in runs:
             config = composed(
-                "task.limit_train=48",
-                "task.limit_validation=24",
-                "data.batch_size=8",
-                "data.eval_batch_size=5",
-                "trainer.max_epochs=2",
-                "trainer.log_every_n_steps=1",
-                "trainer.progress_bar=false",
-                "trainer.accelerator=cpu",
-                "run.isotropy_zeta=null",
-                f"run.root={tmp_path_factory.mktemp('done')}",
+                "task.limit_train=48", "task.limit_validation=24", "data.batch_size=8", "data.eval_batch_size=5",
+                "trainer.max_epochs=2", "trainer.log_every_n_steps=1", "trainer.progress_bar=false",
+                "trainer.accelerator=cpu", "run.isotropy_zeta=null", f"run.root={tmp_path_factory.mktemp('done')}",
                 *overrides,
-            )
+            )  # fmt: skip
             record = run(config)
             runs[overrides] = (config, record, place(config, record))
         return runs[overrides]
@@ -164,12 +157,9 @@ def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     environment = {
-        "WANDB_API_KEY": "0123456789" * 4,
-        "WANDB_SILENT": "true",
-        "WANDB_CONFIG_DIR": str(tmp_path / "wandb_config"),
-        "WANDB_CACHE_DIR": str(tmp_path / "wandb_cache"),
-        "NETRC": str(tmp_path / "netrc"),
-    }
+        "WANDB_API_KEY": "0123456789" * 4, "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": str(tmp_path / "wandb_config"),
+        "WANDB_CACHE_DIR": str(tmp_path / "wandb_cache"), "NETRC": str(tmp_path / "netrc"),
+    }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     # A server that answers is never given up on a slow machine.

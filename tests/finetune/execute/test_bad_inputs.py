@@ -23,14 +23,9 @@ from tests.permissions import ignores_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL = (
-    "task.limit_train=8",
-    "task.limit_validation=4",
-    "data.batch_size=8",
-    "trainer.max_epochs=1",
-    "trainer.accumulate_grad_batches=1",
-    "trainer.progress_bar=false",
-    "trainer.accelerator=cpu",
-)
+    "task.limit_train=8", "task.limit_validation=4", "data.batch_size=8", "trainer.max_epochs=1",
+    "trainer.accumulate_grad_batches=1", "trainer.progress_bar=false", "trainer.accelerator=cpu",
+)  # fmt: skip
 Prepare = Callable[[Path], object]
 Change = Callable[[Path], object]
 

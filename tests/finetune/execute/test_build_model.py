@@ -152,14 +152,11 @@ def test_outputs_are_in_the_order_of_the_task(tmp_path: Path, family: str, caplo
 @pytest.mark.parametrize(
     ("task", "names"),
     [
-        ("mnli", ("LABEL_0", "LABEL_1", "LABEL_2")),
-        ("sst2", ("0", "1")),
-        ("rte", ("Entailment", "not entailment")),
-        ("sst5", ("very_negative", "Negative", "neutral", "positive", "VERY POSITIVE")),
-        ("stsb", ("LABEL_0",)),
+        ("mnli", ("LABEL_0", "LABEL_1", "LABEL_2")), ("sst2", ("0", "1")), ("rte", ("Entailment", "not entailment")),
+        ("sst5", ("very_negative", "Negative", "neutral", "positive", "VERY POSITIVE")), ("stsb", ("LABEL_0",)),
         ("stsb", ("similarity",)),
     ],
-)
+)  # fmt: skip
 def test_a_head_with_the_names_of_the_task_or_numbers_is_kept(
     tmp_path: Path, task: str, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:

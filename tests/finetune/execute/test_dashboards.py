@@ -211,16 +211,11 @@ def run_agent_command(repository: Path, command: list[str], run_id: str, folder:
     chosen_values = [word.split("=") for word in command[3:] if "." in word.split("=")[0]]
     parameters.write_text(yaml.safe_dump({"wandb_version": 1, **{key: {"value": text} for key, text in chosen_values}}))
     environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "WANDB_SWEEP_ID": "sweep123",
-        "WANDB_RUN_ID": run_id,
-        "WANDB_PROJECT": "theirs",
-        "WANDB_SWEEP_PARAM_PATH": str(parameters),
-        "WANDB_DIR": str(folder),
-        "WANDB_SILENT": "false",
+        **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "WANDB_SWEEP_ID": "sweep123", "WANDB_RUN_ID": run_id, "WANDB_PROJECT": "theirs",
+        "WANDB_SWEEP_PARAM_PATH": str(parameters), "WANDB_DIR": str(folder), "WANDB_SILENT": "false",
         "OMP_NUM_THREADS": "1",
-    }
+    }  # fmt: skip
     small_overrides = ["task=demo", "model=tiny", "task.limit_train=16", "task.limit_validation=16",
                        "trainer.max_epochs=1", "trainer.progress_bar=false", "trainer.accelerator=cpu",
                        "trainer.log_every_n_steps=1", f"run.root={folder / 'runs'}"]  # fmt: skip

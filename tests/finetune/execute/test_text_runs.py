@@ -94,13 +94,10 @@ def test_names_of_files_say_which_split_they_are(small: Build, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "the text is empty"),
-        (b"\n \n", "the text is empty"),
-        (b"caf\xe9\n" * 9, "line 1: not UTF-8"),
-        (b"too short\n", "less than one block of 32"),
-        (b"a\n" * 3, "less than one block of 32"),
+        (b"", "the text is empty"), (b"\n \n", "the text is empty"), (b"caf\xe9\n" * 9, "line 1: not UTF-8"),
+        (b"too short\n", "less than one block of 32"), (b"a\n" * 3, "less than one block of 32"),
     ],
-)
+)  # fmt: skip
 def test_texts_that_are_refused_in_one_line(small: Build, tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "train.txt").write_bytes(content)
     (tmp_path / "validation.txt").write_bytes(content)

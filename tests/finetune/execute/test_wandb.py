@@ -175,16 +175,13 @@ START_ANSWERS = {
     b"mutation UpsertBucket": {
         "upsertBucket": {
             "bucket": {
-                "id": "x",
-                "name": "n",
-                "displayName": "n",
-                "config": "{}",
+                "id": "x", "name": "n", "displayName": "n", "config": "{}",
                 "project": {"id": "p", "name": "istar", "entity": {"id": "e", "name": "me"}},
             },
             "inserted": True,
         }
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -290,13 +287,9 @@ def test_offline_nothing_is_reported(repository: Path, wandb_at: Any, start_serv
                "task.limit_validation=8", "trainer.max_epochs=1", f"run.root={tmp_path / 'runs'}",
                "trainer.progress_bar=false", "trainer.accelerator=cpu"]  # fmt: skip
     completed = subprocess.run(
-        command,
-        cwd=repository,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+        command, cwd=repository, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=SECONDS,
-    )
+    )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
     assert server.requests == []
     assert "deprecated" not in completed.stderr + completed.stdout

@@ -41,14 +41,9 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:
     default_values = {
-        "overrides": [f"seed={run_number}", "task=rte"],
-        "task": "rte",
-        "model": "bert",
-        "method": "I-STAR λ=-1 ζ=0.4",
-        "method_name": "I-STAR",
-        "configuration": "c1",
-        "seed": run_number,
-    }
+        "overrides": [f"seed={run_number}", "task=rte"], "task": "rte", "model": "bert",
+        "method": "I-STAR λ=-1 ζ=0.4", "method_name": "I-STAR", "configuration": "c1", "seed": run_number,
+    }  # fmt: skip
     return SweepEntry(f"run{run_number}", **{**default_values, **values})
 
 

@@ -33,12 +33,9 @@ STORAGE: dict[str, str] = {}
 
 
 def open_study(
-    folder: Path,
-    arguments: list[str] = ARGUMENTS,
-    grids: Any = None,
-    run_name: Callable[[tuple[str, ...]], str] = " ".join,
-    **settings: Any,
-) -> Study:
+    folder: Path, arguments: list[str] = ARGUMENTS, grids: Any = None,
+    run_name: Callable[[tuple[str, ...]], str] = " ".join, **settings: Any,
+) -> Study:  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     sweep_settings = {"search": "optuna", "trials": 4, **STORAGE, **settings}
     return Study(SweepConfig(**sweep_settings), make_search_spaces(arguments, {}, grids or {}, []), folder, run_name)

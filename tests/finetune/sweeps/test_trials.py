@@ -33,13 +33,8 @@ def expand(arguments=(), params=None, grids=None, only=()):
 
 def test_all_combinations_as_hydra_has_them() -> None:
     arguments = [
-        "task=rte,mrpc",
-        "reg=istar",
-        "reg.lambda=-5,-1",
-        "reg.zeta=choice(0.2,0.4)",
-        "seed=range(1,4)",
-        "+a=[1,2]",
-    ]
+        "task=rte,mrpc", "reg=istar", "reg.lambda=-5,-1", "reg.zeta=choice(0.2,0.4)", "seed=range(1,4)", "+a=[1,2]",
+    ]  # fmt: skip
     expected = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(arguments), None)[0]
     [combinations] = expand(arguments).values()
     assert [list(overrides) for overrides in combinations] == expected
@@ -169,15 +164,12 @@ GRIDS = {
 """The values of each grid as in the paper's Section 4, Appendices E to G and captions."""
 
 FIXED = {
-    "table1": {"seed": 1},
-    "table2": {"seed": 1},
-    "figure3": {"task.name": "rte", "reg.name": "istar"},
-    "figure4": {"task.name": "qnli", "seed": 1},
-    "figure5": {"task.name": "sst2", "seed": 1},
+    "table1": {"seed": 1}, "table2": {"seed": 1}, "figure3": {"task.name": "rte", "reg.name": "istar"},
+    "figure4": {"task.name": "qnli", "seed": 1}, "figure5": {"task.name": "sst2", "seed": 1},
     "figure6": {"task.name": "qnli", "seed": 1},
     "figure7": {"task.name": "rte", "reg.name": "istar", "reg.lambda": -1},
     "figure8": {"task.name": "cola", "reg.name": "istar", "reg.lambda": -1, "reg.zeta": 0.8},
-}
+}  # fmt: skip
 FIXED |= {"zeta_ablation": FIXED["figure7"], "layer_ablation": FIXED["figure8"]}
 """Values common to all runs of a file. Lambda and zeta are those of Table 2, for all models or for BERT and ALBERT."""
 

@@ -128,18 +128,14 @@ def compute_naive_measures(points: Any, tokens: Any) -> dict[str, float]:
     variances = np.sort(points.var(0))[::-1]
     shares = singular_values / singular_values.sum()
     return {
-        "tokens": n,
-        "isoscore": (d * phi - 1) / (d - 1),
-        "inter_sim": (cosines.sum() - n) / (n * (n - 1)),
-        "intra_sim": float(np.mean(intra_sims)),
-        "average_norm": np.linalg.norm(points, axis=1).mean(),
+        "tokens": n, "isoscore": (d * phi - 1) / (d - 1), "inter_sim": (cosines.sum() - n) / (n * (n - 1)),
+        "intra_sim": float(np.mean(intra_sims)), "average_norm": np.linalg.norm(points, axis=1).mean(),
         "mean_vector_norm": np.linalg.norm(points.mean(0)),
         "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
         "participation_ratio": eigenvalues.sum() ** 2 / (eigenvalues**2).sum(),
         "largest_variance_share": points.var(0, ddof=1).max() / points.var(0, ddof=1).sum(),
         "largest_kurtosis": ((centered**4).mean(0) / (centered**2).mean(0) ** 2 - 3).max(),
-        "rank_me": np.exp(-(raw_shares * np.log(raw_shares)).sum()),
-        "nesum": eigenvalues.sum() / eigenvalues.max(),
+        "rank_me": np.exp(-(raw_shares * np.log(raw_shares)).sum()), "nesum": eigenvalues.sum() / eigenvalues.max(),
         "top_5_variance_share": variances[:5].sum() / variances.sum(),
         "top_1_cosine_share": contributions[0] / contributions.sum(),
         "top_5_cosine_share": contributions[:5].sum() / contributions.sum(),
@@ -148,7 +144,7 @@ def compute_naive_measures(points: Any, tokens: Any) -> dict[str, float]:
         "largest_token_kurtosis": scipy.stats.kurtosis(points, axis=1).max(),
         "massive_activations": (np.abs(points) > max(100, 1000 * np.median(np.abs(points)))).sum(),
         "mean_kurtosis": ((centered**4).mean(0) / (centered**2).mean(0) ** 2 - 3).mean(),
-    }
+    }  # fmt: skip
 
 
 def tolerance(key: str) -> float:

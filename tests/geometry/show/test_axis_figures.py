@@ -153,11 +153,8 @@ def test_checkpoints_are_called_by_step_or_by_name_and_position() -> None:
 def test_states_are_layers_of_a_model_or_last_layers_of_models() -> None:
     plots = {plot.name: plot for plot in model_figures.plot_states([make_model()])}
     assert [line.label for line in plots["scales"].panels[0].lines] == [
-        "embeddings",
-        "layer 1",
-        "layer 2",
-        "final norm",
-    ]
+        "embeddings", "layer 1", "layer 2", "final norm",
+    ]  # fmt: skip
     line = plots["scales"].panels[0].lines[0]
     assert (line.x, line.y) == ((1, 2), (9.0, 8.0))
     assert line.y_error == pytest.approx([NORMAL_QUANTILE * 0.1, NORMAL_QUANTILE * 0.2])

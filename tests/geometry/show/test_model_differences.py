@@ -19,14 +19,9 @@ SETTINGS = {
 
 
 def make_model(
-    label: str = "first",
-    taps: tuple[str, ...] = ("embeddings", "layer_1", "layer_2"),
-    seed: int = 0,
-    hashes: dict[str, str] | None = None,
-    with_replicates: bool = True,
-    error: float = 0.02,
-    **settings: Any,
-) -> MeasuredModel:
+    label: str = "first", taps: tuple[str, ...] = ("embeddings", "layer_1", "layer_2"), seed: int = 0,
+    hashes: dict[str, str] | None = None, with_replicates: bool = True, error: float = 0.02, **settings: Any,
+) -> MeasuredModel:  # fmt: skip
     """Return a model with random IsoScore and InterSim, their errors, and their values without each group."""
     random = np.random.default_rng(seed)
     measures_by_tap, replicates_by_tap = {}, {}
@@ -42,17 +37,11 @@ def make_model(
             "inter_sim": (inter_sim + 0.01 * random.normal(size=GROUPS)).tolist(),
         }
     measurements = Measurements(
-        model={"name": label, "revision": None},
-        weights="",
-        identity="",
-        settings={**SETTINGS, **settings},
-        sources={"text": measures_by_tap},
-        spectra={},
-        matrices={},
-        final_norm=None,
+        model={"name": label, "revision": None}, weights="", identity="", settings={**SETTINGS, **settings},
+        sources={"text": measures_by_tap}, spectra={}, matrices={}, final_norm=None,
         replicates={"text": replicates_by_tap} if with_replicates else {},
         text_hashes={"text": "0123"} if hashes is None else hashes,
-    )
+    )  # fmt: skip
     return MeasuredModel(label, measurements)
 
 
