@@ -88,9 +88,7 @@ def test_failed_and_unfinished_runs_are_rows_too(write_run: Callable[..., RunRec
     assert frame["value"].isna().to_dict() == {"finished": False, "failed": True, "unfinished": True}
 
 
-def test_smoke_runs_counted(
-    write_run: Callable[..., RunRecord], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_smoke_runs(write_run: Callable[..., RunRecord], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_run("real")
     write_run("stray", "debug=smoke")
     write_run("other", "trainer.fast_dev_run=true", root=tmp_path / "smoke")

@@ -121,9 +121,7 @@ def test_a_run_with_a_new_model(small: Callable[..., Config], architecture: str,
     ],
 )
 @pytest.mark.slow
-def test_a_run_with_a_real_decoder(
-    small: Callable[..., Config], babyllama: Path, task: str, options: tuple[str, ...]
-) -> None:
+def test_runs_of_a_decoder(small: Callable[..., Config], babyllama: Path, task: str, options: tuple[str, ...]) -> None:
     config = small(f"task={task}", "model=auto", f"model.name={babyllama}", "reg=istar", "model.pretrained=true",
                    "task.max_length=128", *options)  # fmt: skip
     record = run(config)

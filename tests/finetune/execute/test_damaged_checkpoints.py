@@ -160,9 +160,7 @@ def test_a_foreign_checkpoint(checkpoints: Path, good_checkpoint: Path, caplog: 
 
 
 @pytest.mark.parametrize("kind", ["empty", "text", "half", "without its last byte", "another archive", "a pickle"])
-def test_what_is_no_checkpoint(
-    checkpoints: Path, good_checkpoint: Path, caplog: Any, tmp_path: Path, kind: str
-) -> None:
+def test_no_checkpoint(checkpoints: Path, good_checkpoint: Path, caplog: Any, tmp_path: Path, kind: str) -> None:
     newer, marker, data = checkpoints / "step-2.ckpt", tmp_path / "marker", good_checkpoint.read_bytes()
     pickled = pickle.dumps(RunsCode(marker))
     if kind == "another archive":

@@ -106,9 +106,7 @@ def test_a_checkpoint_that_the_disk_does_not_take(
     ("name", "after"),
     [(r"best-epoch-\d+\.ckpt", 0), (r"metrics\.csv", 5), (r"predictions\.jsonl", 0), (r"result\.json", 0)],
 )
-def test_a_file_that_the_disk_does_not_take(
-    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
-) -> None:
+def test_full_disk(small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
     config = small(*EPOCHS)
     with full_disk(monkeypatch, name, after):
         message = refused_in_one_line(config)

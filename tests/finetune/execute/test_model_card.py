@@ -85,9 +85,7 @@ def test_a_finished_run_is_uploaded_with_its_card(hub: MockHub, small: Build) ->
     assert "models/user/copy" in hub.repositories
 
 
-def test_a_refused_upload_is_known(
-    hub: MockHub, small: Build, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_refused_upload(hub: MockHub, small: Build, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hub.refuses_uploads = True
     config = small("model=tiny", "reg=none", "run.push_to_hub=user/tiny-demo")
     with pytest.raises(UserError, match=r"user/tiny-demo: the hub refuses the upload: .*hf auth login"):

@@ -109,9 +109,7 @@ def test_no_key_asks_nobody(small: Build, wandb_at: Any, start_server: Any, monk
     ("name", "value"),
     [("WANDB_MODE", "sometimes"), ("WANDB_BASE_URL", "nowhere"), ("WANDB_INIT_TIMEOUT", "long")],
 )
-def test_wrong_settings(
-    small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, name: str, value: str
-) -> None:
+def test_wrong_setting(small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     message = refused_in_one_line(small(*WANDB))
     assert message.startswith("Weights & Biases: ")
@@ -254,9 +252,7 @@ def test_a_wandb_service_that_dies(
     assert len(logged_by(records, "train/loss")) == 4
 
 
-def test_a_full_disk_ends_the_run(
-    small: Build, wandb_at: Any, closed_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_ends_the_run(small: Build, wandb_at: Any, closed_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     wandb_at(closed_url)

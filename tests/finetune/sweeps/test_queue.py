@@ -158,9 +158,7 @@ def test_a_signal_ends_the_wait(make_runs: Callable[..., SweepRuns], locks: Exit
     assert [entry.status for entry in sweep_runs.state.entries] == ["elsewhere", "finished", "finished"]
 
 
-def test_seeds_come_last(
-    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seeds_are_last(make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The seeds repeat the run that another process executes, because it has the best learning rate."""
     request = make_runs("optim.lr=1e-3,1e-4", "seed=1", *TINY).request
     request = replace(request, settings=replace(request.settings, seeds=[1, 2]))

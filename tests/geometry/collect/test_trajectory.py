@@ -457,9 +457,7 @@ def test_steps_from_a_table(tmp_path: Path) -> None:
         trajectory.read_steps(tmp_path / "none.csv")
 
 
-def test_the_terminal_compares_by_both_signs(
-    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_terminal_compares_by_both_signs(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(measured / "out", tmp_path / "out")
     assert measure_checkpoints(tmp_path, measured / "saved" / "step2", measured / "text.txt") == 0
     [row] = [row for row in read_rows(tmp_path / "out" / "trajectory.csv") if row["layer"] == "output_embeddings"]

@@ -271,9 +271,7 @@ def test_models_without_intervals_of_differences_have_a_sentence() -> None:
 
 
 @pytest.mark.slow
-def test_measure_and_compare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One model has been measured, the other has not; CKA needs both models and a text."""
     monkeypatch.chdir(tmp_path)
     tokenizer = tiny.make_tokenizer(demo.vocabulary())

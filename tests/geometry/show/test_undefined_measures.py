@@ -211,9 +211,7 @@ def trained(measured: Path) -> Path:
     return measured
 
 
-def test_trainings_with_gaps(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_with_gaps(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(trained)
     rows = read_rows(trained / "trained" / "trajectory.csv")
     for revision in EDITS:
@@ -262,9 +260,7 @@ def test_labels_that_collide_are_refused_before_a_model_is_measured(
         assert "error: several models are called" in capsys.readouterr().err
 
 
-def test_a_failed_similarity(
-    measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_similarity(measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from istar.geometry.collect import similarity
 
     def fail(*_: Any) -> None:
