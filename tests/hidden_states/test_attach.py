@@ -104,12 +104,10 @@ def test_the_virtual_tokens_of_prefix_tuning_have_no_states(make_model, points):
     handle.remove()
     assert states[0].shape == (*IDS.shape, WIDTH)
     mask = {
-        "all": MASK,
-        "first": nn.functional.one_hot(MASK.argmax(1), 6),
+        "all": MASK, "first": nn.functional.one_hot(MASK.argmax(1), 6),
         "last": nn.functional.one_hot(MASK.sum(1) - 1, 6),
-        "labelled": nn.functional.pad(labels[:, 1:] != -100, (0, 1)) * MASK,
-        "completion": (labels != -100) * MASK,
-    }[points]
+        "labelled": nn.functional.pad(labels[:, 1:] != -100, (0, 1)) * MASK, "completion": (labels != -100) * MASK,
+    }[points]  # fmt: skip
     score = algorithm_1(stack(states, mask), sigma(), ZETA, torch.linalg.eigvalsh)
     expected = gradients(model, expected_loss + WEIGHT * (1 - score))
     with attach(model, make_istar([1]), points=Points(points)) as watch:

@@ -77,11 +77,9 @@ def make_padded_batch(side: str) -> dict[str, Tensor]:
 
     positions = [list(range(length)) for length in LENGTHS]
     return {
-        "input_ids": pad_rows(SENTENCES, 0),
-        "attention_mask": pad_rows([[1] * length for length in LENGTHS], 0),
-        "position_ids": pad_rows(positions, 0),
-        "labels": pad_rows(LABELS, -100),
-    }
+        "input_ids": pad_rows(SENTENCES, 0), "attention_mask": pad_rows([[1] * length for length in LENGTHS], 0),
+        "position_ids": pad_rows(positions, 0), "labels": pad_rows(LABELS, -100),
+    }  # fmt: skip
 
 
 def make_packed_batch(is_causal: bool) -> dict[str, Tensor]:

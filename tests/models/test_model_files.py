@@ -123,12 +123,10 @@ def test_a_config_without_the_biases_of_the_file_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "load"),
     [
-        ("bert.encoder.layer.2.output.dense.weight", measure),
-        ("bert.encoder.layer.2.output.dense.weight", train),
-        ("bert.projection.weight", measure),
-        ("bert.embeddings.word_embeddings._weight", measure),
+        ("bert.encoder.layer.2.output.dense.weight", measure), ("bert.encoder.layer.2.output.dense.weight", train),
+        ("bert.projection.weight", measure), ("bert.embeddings.word_embeddings._weight", measure),
     ],
-)
+)  # fmt: skip
 def test_other_weights_that_are_left_out_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, load: Callable[[Path], Any]
 ) -> None:

@@ -15,15 +15,14 @@ from istar.runs.key import RunKey
 from istar.runs.record import RESULT, RunRecord, read_result, write_predictions, write_result
 
 RECORD = RunRecord(
-    name="demo-tiny-none-0123456789ab",
-    status="finished",
-    config={"task": {"name": "demo"}, "model": {"name": "tiny"}, "reg": {"name": "none"}, "trainer": {}, "seed": 1},
+    name="demo-tiny-none-0123456789ab", status="finished",
+    config={"task": {"name": "demo"}, "model": {"name": "tiny"}, "reg": {"name": "none"},
+            "trainer": {"max_epochs": 2}, "seed": 1},
     key=RunKey({"task": {"name": "demo"}, "model": {}, "reg": {"name": "none"}, "seed": 1}, "data", "tiny@main"),
-    headline={"metric": "accuracy", "value": 0.75, "epoch": 2},
-    metrics={"accuracy": 0.75, "f1": 1 / 3},
+    headline={"metric": "accuracy", "value": 0.75, "epoch": 2}, metrics={"accuracy": 0.75, "f1": 1 / 3},
     isotropy={"before": {"0": 0.1, "union": 0.2}, "after": {"0": 0.3, "union": 0.4}, "points": 12},
     timing={"total": 1.5, "shrinkage": []},
-)
+)  # fmt: skip
 
 
 # ---- writing

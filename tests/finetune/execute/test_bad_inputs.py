@@ -84,11 +84,9 @@ def sts(*scores: object) -> str:
 
 def table(**columns: Any) -> dict[str, list[Any]]:
     return {
-        "sentence1": [f"The lamp {n}" for n in range(8)],
-        "sentence2": ["It is old ."] * 8,
-        "label": [0, 1] * 4,
+        "sentence1": [f"The lamp {n}" for n in range(8)], "sentence2": ["It is old ."] * 8, "label": [0, 1] * 4,
         **columns,
-    }
+    }  # fmt: skip
 
 
 def jsonl(**columns: Any) -> str:

@@ -16,8 +16,6 @@ from transformers import (
 
 from istar.errors import UserError
 from istar.finetune.config import Config, ModelConfig
-from istar.finetune.execute.build_config import build_config
-from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.identify import identify_model
 from istar.finetune.execute.run import run
 from istar.hidden_states import attach
@@ -27,16 +25,14 @@ from istar.regularizers import IStar
 from istar.runs.tasks import TASKS
 from istar.texts import demo
 from tests.files.test_folders import write_files
+from tests.finetune.execute.artifacts import build
 from tests.models.test_pretrained import FAMILIES, save_encoder
 
 Build = Callable[..., Config]
 
 
 def load(folder: Path | str, task: str = "demo", **settings: Any) -> Any:
-    config = ModelConfig(name=str(folder), **settings)
-    tokenizer = build_tokenizer(config)
-    model_config = build_config(config, TASKS[task], tokenizer)
-    return build_model(config, TASKS[task], model_config, tokenizer)
+    return build(ModelConfig(name=str(folder), **settings), TASKS[task])[0]
 
 
 # ---- what is loaded
@@ -189,11 +185,10 @@ def test_a_head_for_other_labels_is_replaced_with_one_line(
 
 
 def make_random_model(folder: Path, seed: int = 0, task: str = "demo") -> Any:
-    config = ModelConfig(name=str(folder), pretrained=False)
-    tokenizer = build_tokenizer(config)
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
     torch.manual_seed(seed)
-    return build_model(config, TASKS[task], build_config(config, TASKS[task], tokenizer), tokenizer)
+    model, tokenizer = build(ModelConfig(name=str(folder), pretrained=False), TASKS[task])
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    return model
 
 
 @pytest.mark.parametrize(
@@ -259,9 +254,9 @@ def test_the_identity_of_random_weights_is_that_of_configuration_and_tokenizer(t
 # ---- options that change how it is computed, not what
 
 
-def train_and_read_metrics(build: Build, folder: Path, *options: str, reg: str = "istar") -> list[str]:
+def train_and_read_metrics(small: Build, folder: Path, *options: str, reg: str = "istar") -> list[str]:
     """Train with these options and return all values in metrics.csv except durations."""
-    config = build(
+    config = small(
         "model=auto", f"model.name={folder}", "run.geometry=false", "run.save_model=false", f"reg={reg}", *options
     )
     record = run(config)
@@ -290,9 +285,9 @@ def test_eager_attention_differs_by_rounding(tmp_path: Path, is_pretrained: bool
     outputs = []
     for implementation in ("eager", "sdpa"):
         config = ModelConfig(name=str(folder), pretrained=is_pretrained, attn_implementation=implementation)
-        tokenizer = build_tokenizer(config)
         torch.manual_seed(0)
-        model = build_model(config, spec, build_config(config, spec, tokenizer), tokenizer).eval()
+        model, tokenizer = build(config, spec)
+        model.eval()
         texts = tokenizer(demo.vocabulary()[:3], padding=True, return_tensors="pt")
         outputs.append(torch.stack(model(**texts, output_hidden_states=True).hidden_states))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)

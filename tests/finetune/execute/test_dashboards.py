@@ -15,7 +15,6 @@ import yaml
 from istar.finetune.config import Config
 from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.run import run
-from istar.finetune.training import FineTuner
 from istar.runs.record import read_result
 from istar.runs.tasks import TASKS
 from tests.jobs import Fork
@@ -132,30 +131,6 @@ def test_a_run_that_the_caller_has_open_is_left_alone(small: Build, wandb: Any, 
     history = [item for record in open_run_records if record.HasField("history") for item in record.history.item]
     assert {"/".join(item.nested_key) or item.key for item in history} >= {"mine"}
     assert not any("loss" in ("/".join(item.nested_key) or item.key) for item in history)
-
-
-@pytest.mark.parametrize("failing_stage", ["in a step", "when the result is written"])
-def test_what_fails_goes_on(small: Build, wandb: Any, monkeypatch: pytest.MonkeyPatch, failing_stage: str) -> None:
-    def fail(*arguments: Any, **keywords: Any) -> Any:
-        raise RuntimeError("out of luck")
-
-    config = small("logger=wandb", "reg=none", "trainer.checkpoint_every_n_steps=1")
-    with monkeypatch.context() as patch:
-        if failing_stage == "in a step":
-            patch.setattr(FineTuner, "on_validation_epoch_end", fail)
-        else:
-            patch.setattr("istar.finetune.execute.recording.write_result", fail)
-        with pytest.raises(RuntimeError, match="luck"):
-            run(config)
-    folder = only_run(Path(config.run.root))
-    assert read_result(folder).status == "failed"
-    until_the_next_second()
-    run(config)
-    first, second = offline_records(folder)
-    exit_codes = [[row.exit.exit_code for row in records if row.HasField("exit")] for records in (first, second)]
-    assert exit_codes == [[1], [0]]
-    assert start_of(first).run_id == start_of(second).run_id
-    assert summary_of(second)["status"] == "finished"
 
 
 # ---- a sweep by W&B's agent

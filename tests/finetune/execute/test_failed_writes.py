@@ -26,7 +26,6 @@ from tests.finetune.execute.faults import (
     refused_in_one_line,
 )
 from tests.outcomes import assert_same
-from tests.permissions import ignores_permissions
 
 
 def test_drafts_are_removed_wherever_they_are_and_nothing_else(tmp_path: Path) -> None:
@@ -185,23 +184,3 @@ def test_a_folder_that_cannot_be_written_any_more(
     assert_whole(folder)
     run(config)
     assert_same(folder, undisturbed_run)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ignores_permissions(), reason="root may write everywhere")
-def test_a_folder_loses_its_permissions(small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small(*EPOCHS)
-    original_save, locked_folders = AtomicCheckpointIO.save_checkpoint, []
-
-    def save_and_lock(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        original_save(self, checkpoint, path)
-        Path(path).parent.chmod(0o500)
-        locked_folders.append(Path(path).parent)
-
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save_and_lock)
-    message = refused_in_one_line(config)
-    locked_folders[0].chmod(0o700)
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", original_save)
-    assert "Permission denied" in message
-    run(config)
-    assert_same(only_folder(config), undisturbed_run)

@@ -11,8 +11,6 @@ from istar.errors import UserError
 from istar.finetune.config import ModelConfig, TaskConfig
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import execute as execute_module
-from istar.finetune.execute.build_config import build_config
-from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.examples import load_examples
 from istar.finetune.execute.identify import identify, identify_model, resolve_model
 from istar.finetune.execute.run import run
@@ -24,7 +22,7 @@ from istar.models.model_source import ModelSource
 from istar.runs.record import RunRecord, read_result
 from istar.runs.tasks import TASKS
 from tests.conftest import SMALL
-from tests.finetune.execute.artifacts import Build
+from tests.finetune.execute.artifacts import Build, build
 from tests.finetune.execute.faults import warnings_in
 from tests.finished_runs import NO_KEY
 from tests.mock_hub import (
@@ -170,9 +168,7 @@ def test_wikitext_is_text_without_its_empty_lines(hub: MockHub) -> None:
 def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:
     """The architecture and the tokenizer are those of the model on the hub."""
     config = resolve_model(ModelConfig("org/tiny", pretrained=False))
-    tokenizer = build_tokenizer(config)
-    model = build_model(config, TASKS["rte"], build_config(config, TASKS["rte"], tokenizer), tokenizer)
-    assert type(model).__name__ == "BertForSequenceClassification"
+    assert type(build(config, TASKS["rte"])[0]).__name__ == "BertForSequenceClassification"
     assert identify_model(config) == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
     assert not [request for request in hub.requests if request.endswith("model.safetensors")]
 

@@ -27,11 +27,9 @@ from tests.finished_runs import make_plain_key
 
 def make_record(reg: dict[str, Any] | None = None, **changes: Any) -> RunRecord:
     config = {
-        "task": {"name": "rte"},
-        "model": {"name": "google-bert/bert-base-cased"},
-        "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
-        "seed": 1,
-    }
+        "task": {"name": "rte"}, "model": {"name": "google-bert/bert-base-cased"},
+        "reg": reg or {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False}, "seed": 1,
+    }  # fmt: skip
     record = RunRecord(
         name="rte-bert-istar-0123456789ab",
         status="finished",

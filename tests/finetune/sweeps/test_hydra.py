@@ -50,11 +50,9 @@ def make_request(
 
 def test_values_of_hydra_are_those_of_the_run(make_request: Callable[..., SweepRequest]) -> None:
     arguments = (
-        "task.data_dir=${hydra:runtime.cwd}/a,${hydra:runtime.cwd}/b",
-        "model.name=${hydra:runtime.choices.reg}",
-        "run.root=${hydra:runtime.cwd}/runs",
-        "reg=none,cosreg",
-    )
+        "task.data_dir=${hydra:runtime.cwd}/a,${hydra:runtime.cwd}/b", "model.name=${hydra:runtime.choices.reg}",
+        "run.root=${hydra:runtime.cwd}/runs", "reg=none,cosreg",
+    )  # fmt: skip
     request = make_request(*arguments)
     assert request.root == Path.cwd() / "runs"
     [space] = trials.make_search_spaces(request.arguments, {}, {}, [], request.config_loader).values()

@@ -157,15 +157,6 @@ def test_ray_executes_a_grid_in_two_workers(tmp_path: Path, start: Start) -> Non
     assert {path: path.stat().st_mtime_ns for path in finished} == {path: times[path] for path in finished}
 
 
-@pytest.mark.slow
-def test_ray_executes_a_search(tmp_path: Path, start: Start) -> None:
-    pytest.importorskip(RAY)
-    search = ("sweep.search=optuna", "sweep.trials=3", "sweep.jobs=2", "seed=1,2,3")
-    done = start(tmp_path, "-m", *RAY_ON_CPUS, *search, *TINY, **RAY_ENVIRONMENT).wait()
-    assert done.code == 0, done
-    assert read_statuses(tmp_path) == ["finished"] * 3
-
-
 def wait_for_the_other_job(config: DictConfig) -> str:
     """Return the GPUs of a job once as many jobs run as `task.limit_train` says."""
     folder = Path(config.run.root)

@@ -272,21 +272,6 @@ def test_a_search_takes_trials_over(make_runs: Callable[..., SweepRuns], monkeyp
 
 
 @pytest.mark.usefixtures("in_memory")
-def test_a_search_executes_each_run_of_a_small_space_once(make_runs: Callable[..., SweepRuns]) -> None:
-    """No run is executed twice or counts as failed, although the search may have one trial more."""
-    pytest.importorskip("optuna")
-    sweep_runs = make_runs(
-        "optim.lr=1e-3,1e-4", "seed=1,2", "sweep.trials=5", "sweep.search=optuna", "sweep.jobs=2", *TINY
-    )  # fmt: skip
-    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
-        sweep.run_search(sweep_runs, board)
-    executed = list(zip(Run.seeds, Run.rates, strict=True))
-    assert len(executed) == len(set(executed)) == 4
-    assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * 4
-    assert sweep_runs.state.to_come == 0
-
-
-@pytest.mark.usefixtures("in_memory")
 def test_a_search_resumes_killed_runs_and_replaces_failed_ones(
     make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

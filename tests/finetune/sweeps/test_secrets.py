@@ -89,12 +89,10 @@ def test_the_storage_is_not_part_of_the_name_of_a_sweep(make_runs: Callable[...,
         ("'sweep.storage=mysql+pymysql://a:b@c/d' seed=1", "'sweep.storage=mysql+pymysql://a:***@c/d' seed=1"),
         ("mysql://host/db?user=me&password=secret&ssl=1", "mysql://host/db?user=me&password=***&ssl=1"),
         ("+hydra.job.env_set.WANDB_API_KEY=0123 seed=1", "+hydra.job.env_set.WANDB_API_KEY=*** seed=1"),
-        ("HF_TOKEN=hf_0123", "HF_TOKEN=***"),
-        ("sqlite:////home/me/optuna.db", "sqlite:////home/me/optuna.db"),
-        ("model.tokenizer=bert task.max_tokens=3 http://localhost:8080/x", None),
-        ("https://me@host/path", None),
+        ("HF_TOKEN=hf_0123", "HF_TOKEN=***"), ("sqlite:////home/me/optuna.db", "sqlite:////home/me/optuna.db"),
+        ("model.tokenizer=bert task.max_tokens=3 http://localhost:8080/x", None), ("https://me@host/path", None),
     ],
-)
+)  # fmt: skip
 def test_masks(text: str, masked: str | None) -> None:
     assert mask_secrets(text) == (masked or text)
     assert str(UserError(text)) == shorten(text) == (masked or text)

@@ -65,11 +65,9 @@ def test_values_lie_in_their_ranges(tmp_path: Path) -> None:
         assert 8 <= int(run_values["data.batch_size"]) <= 32
     stored_study = optuna.load_study(study_name=study.name, storage=study.storage)
     assert stored_study.trials[0].distributions == {
-        "reg.lambda": FloatDistribution(-5, 5),
-        "optim.lr": FloatDistribution(1e-5, 1e-3, log=True),
-        "reg.zeta": CategoricalDistribution(("0.2", "0.4")),
-        "data.batch_size": IntDistribution(8, 32),
-    }
+        "reg.lambda": FloatDistribution(-5, 5), "optim.lr": FloatDistribution(1e-5, 1e-3, log=True),
+        "reg.zeta": CategoricalDistribution(("0.2", "0.4")), "data.batch_size": IntDistribution(8, 32),
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("in_memory")

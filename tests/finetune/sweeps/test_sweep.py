@@ -1,7 +1,6 @@
 """Sweeps from end to end: `train.py -m` runs in its own processes, is killed and is called again."""
 
 import json
-import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -79,42 +78,6 @@ def test_a_sweep_that_is_killed_loses_and_repeats_nothing(tmp_path: Path, start:
     ].count("seed 1")
 
 
-@pytest.mark.slow
-def test_the_best_of_each_method_goes_on_with_more_seeds(tmp_path: Path, start: Start) -> None:
-    search_settings = ("+sweep=table1", "task=demo", "data.batch_size=8", "optim.lr=1e-3,1e-5", "trainer.max_epochs=2",
-                       "reg.lambda=-0.2", "reg.zeta=0.4", "sweep.only=[base,istar]", "sweep.seeds=[1,2]",
-                       "reg.num_points=200")  # fmt: skip
-    tiny_settings = [
-        argument
-        for argument in TINY
-        if argument.partition("=")[0] not in {setting.partition("=")[0] for setting in search_settings}
-    ]
-    arguments = [text for text in (*search_settings, *tiny_settings) if not text.startswith("reg.num_points")]
-    dry_run_result = start(tmp_path, *arguments, "--dry-run").wait()
-    assert (dry_run_result.code, dry_run_result.stderr) == (0, "")
-    assert "4 runs, 4 of them to do; then 2 seeds of the best of each of 2 methods" in dry_run_result.stdout
-    assert dry_run_result.stdout.count("waiting: ") == 4
-    assert not (tmp_path / "runs").exists()
-    result = start(tmp_path, *arguments, "sweep.jobs=2").wait()
-    assert (result.code, result.stderr) == (0, "")
-    run_records = list(read_records(tmp_path).values())
-    assert len(run_records) == 6
-    for name in ("none", "istar"):
-        method_records = [record for record in run_records if record.config["reg"]["name"] == name]
-        score_by_rate = {
-            record.config["optim"]["lr"]: record.headline["value"]
-            for record in method_records
-            if record.config["seed"] == 1
-        }
-        [repeated_record] = [record for record in method_records if record.config["seed"] == 2]
-        assert len(score_by_rate) == 2
-        assert score_by_rate[repeated_record.config["optim"]["lr"]] == max(score_by_rate.values())
-    assert re.search(
-        r"about \d+ (s|min), 2 at a time \(by finished runs",
-        start(tmp_path, *arguments, "task.limit_train=24", "--dry-run", "sweep.jobs=2").wait().stdout,
-    )
-
-
 def test_runs_are_grouped_by_sweep_in_wandb(make_runs: Callable[..., SweepRuns]) -> None:
     ungrouped, grouped = make_runs("seed=1,2", *TINY), make_runs("seed=1,2", "logger=wandb", *TINY)
     own_group = make_runs("seed=1,2", "logger=wandb", "logger.group=mine", *TINY)
@@ -171,7 +134,12 @@ def test_a_dry_run_gives_the_reasons_for_which_runs_cannot_be_started(
     failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  failed: task=rte ")]
     assert len(failures) == 1
     assert "nowhere does not exist" in failures[0]
-    assert run_sweep(make_runs("seed=1,2", "sweep.dry_run=true", *TINY).request, Console(quiet=True)) == 0
+    arguments = ("reg=none,cosreg", "sweep.seeds=[1,2]", "sweep.dry_run=true", *TINY[1:])
+    assert run_sweep(make_runs(*arguments).request, Console(width=1000)) == 0
+    plan = capsys.readouterr().out
+    assert "2 runs, 2 of them to do; then 2 seeds of the best of each of 2 methods" in plan
+    assert plan.count("waiting: ") == 2
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_smoke_run_stands_for_no_real_run(make_runs: Callable[..., SweepRuns], tmp_path: Path) -> None:
@@ -197,14 +165,6 @@ def test_smoke_runs_alone(
     assert print_results(sweep_runs) == 0
     assert capsys.readouterr().out.startswith("2 smoke runs are not counted")
     assert not (sweep_runs.folder / "comparison.md").exists()
-
-
-def test_data_that_cannot_be_loaded_fail_their_runs_alone(make_runs: Callable[..., SweepRuns]) -> None:
-    sweep_runs = with_all_runs(make_runs("task=demo,rte", "task.data_dir=null", *TINY))
-    demo, rte = sweep_runs.state.entries
-    assert (demo.status, rte.status) == ("waiting", "failed")
-    assert rte.error
-    assert sweep_runs.state.entries_with("failed") == [rte]
 
 
 @pytest.mark.parametrize(

@@ -130,14 +130,8 @@ def test_the_same_sweep_is_found_again() -> None:
 # ---- the shipped files
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
-FILES = sorted(path.stem for path in (CONF.parent / "sweep").glob("*.yaml"))
-
-
-def test_there_is_a_file_for_each_artefact() -> None:
-    figure_names = {f"figure{number}" for number in range(3, 9)}
-    assert figure_names | {"table1", "table2", "zeta_ablation", "layer_ablation"} <= set(FILES)
-    # In a wheel the files are in conf/; in the repository they are in sweep/.
-    assert sweep_folder() == CONF.parent / "sweep"
+# In a wheel the files are in conf/; in the repository they are in sweep/.
+FILES = sorted(path.stem for path in sweep_folder().glob("*.yaml"))
 
 
 SEARCH = {"data.batch_size": (8, 16, 32), "optim.lr": (1e-5, 3e-5, 5e-5), "trainer.max_epochs": (3, 4, 5)}
@@ -218,10 +212,6 @@ def test_all_methods_of_the_sweep_of_penalties_have_equal_trials(make_sweeper: C
     )
     assert of_file == of_experiment
     assert [len(combinations) for combinations in of_file.values()] == [3] * 12
-    overrides = ("experiment=penalties", "task=mrpc", *of_experiment["random_direction"][0])
-    config = sweepers[1].compose(overrides)
-    assert (config["task"]["name"], config["task"]["validation_fraction"]) == ("mrpc", 0.1)
-    assert config["reg"]["name"] == "random_direction"
 
 
 def format_settings(settings: dict[str, Any]) -> str:

@@ -31,7 +31,6 @@ from istar.geometry.collect.measures_file import (
     t_quantile,
 )
 from istar.geometry.collect.stream import Stream
-from istar.geometry.show import terminal_tables
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.measures.matrix_forms import MAX_ROWS
@@ -53,13 +52,11 @@ FALCON_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads"
         (hf.FalconConfig(**FALCON_SIZES, alibi=True, max_position_embeddings=20), None),
         (hf.MptConfig(d_model=32, n_layers=2, n_heads=4, max_seq_len=40, vocab_size=50), 40),
         (hf.BertConfig(max_position_embeddings=100), 100),
-        (hf.RobertaConfig(max_position_embeddings=130, pad_token_id=1), 128),
-        (hf.GPT2Config(n_positions=64), 64),
-        (hf.FalconConfig(**FALCON_SIZES, max_position_embeddings=20), 20),
-        (MODELS["llama"][0]().config, 2048),
+        (hf.RobertaConfig(max_position_embeddings=130, pad_token_id=1), 128), (hf.GPT2Config(n_positions=64), 64),
+        (hf.FalconConfig(**FALCON_SIZES, max_position_embeddings=20), 20), (MODELS["llama"][0]().config, 2048),
     ],
     ids=lambda value: getattr(value, "model_type", None),
-)
+)  # fmt: skip
 def test_the_length_is_limited_by_absolute_positions(config: Any, max_length: int | None) -> None:
     model: Any = SimpleNamespace(config=config)
     length = max_length or 5_000
@@ -269,15 +266,6 @@ def test_massive_activations_have_the_text_of_their_token() -> None:
         {"value": -1e5, "dimension": 3, "token": token, "position": 4, "ratio": 2e5, "text": text}
     ]
     assert measure.describe_activations(replace(summary, median=0.0), TOKENIZER)[0]["ratio"] == math.inf
-
-
-def test_names_of_layers_stay_on_one_line() -> None:
-    layers = {tap: [0.07819, 0.07832, 0.09884, 0.9953, 24.34, 16.51, 331.7] for tap in ("embeddings", "final_norm")}
-    headers = terminal_tables.HEADERS.values()
-    console = Console(width=80, file=io.StringIO())
-    console.print(terminal_tables.number_table("title", "layer", headers, layers))
-    output = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(word in output for word in (*layers, *headers, "0.07819", "331.7"))
 
 
 @pytest.mark.parametrize(

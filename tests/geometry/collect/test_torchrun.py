@@ -75,11 +75,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("run_several_processes", [in_forks, with_torchrun])
 def test_measures_equal_those_of_one_process(
-    run_several_processes: Callable[[Path, Sequence[str]], str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run_several_processes: Callable[[Path, Sequence[str]], str], folder: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr(compare_page, "_write", leave_out_the_page)

@@ -311,12 +311,10 @@ def test_tables_of_spreadsheets_are_read(tmp_path: Path, separator: str, decimal
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        (["1000;45,123;46,2", "2000;46,123;"], [45.123, 46.2, 46.123]),
-        (["1000;-0,5;1,5E-3"], [-0.5, 0.0015]),
-        (["1000;0,123;7"], [0.123, 7.0]),
-        (["1000,0;0,123;7"], [0.123, 7.0]),
+        (["1000;45,123;46,2", "2000;46,123;"], [45.123, 46.2, 46.123]), (["1000;-0,5;1,5E-3"], [-0.5, 0.0015]),
+        (["1000;0,123;7"], [0.123, 7.0]), (["1000,0;0,123;7"], [0.123, 7.0]),
     ],
-)
+)  # fmt: skip
 def test_decimal_commas(tmp_path: Path, rows: list[str], expected: list[float]) -> None:
     (tmp_path / "scores.csv").write_text("\n".join(["step;a;b", *rows]))
     scores, _ = read_scores(tmp_path / "scores.csv")
@@ -340,16 +338,14 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
         ("revision,isoscore,\nr1,1,2\n", SCORES, [], "geometry.csv: column 3 is unnamed; expected names for all"),
         (GOOD, "name,MR\nr1,3\n", [], "scores.csv has no column revision or step"),
         (GOOD, "revision;step\nr1;0,5\n", [], "scores.csv, line 2: there is no column of numbers"),
-        (GOOD, "", [], "scores.csv has no rows"),
-        (GOOD, "revision,MR\nq1,3\n", [], "no checkpoint in common: "),
+        (GOOD, "", [], "scores.csv has no rows"), (GOOD, "revision,MR\nq1,3\n", [], "no checkpoint in common: "),
         (GOOD, "step;MR\n1000;0,5\n2000;0.6\n", [], "scores.csv, line 2: MR is '0,5'; expected a number or nothing"),
         (GOOD, "step;MR\n1.000;51\n", [], "scores.csv, line 2: step is 1.000; expected a whole number"),
         (GOOD, "sep=;\nstep;MR\n1000;high\n", [], "scores.csv, line 3: MR is 'high'; expected a number"),
         (GOOD, "step,MR\nmain,3\n", [], "scores.csv, line 2: step is 'main'; expected a number"),
         ("revision,isoscore\nstep1,1\na-step1,2\n", "step,MR\n1,3\n", [], "has several rows for a step"),
         (GOOD, SCORES, ["--measure", "isoscor"], "did you mean isoscore?"),
-        (GOOD, SCORES, ["--omit", "r9"], "--omit r9: neither "),
-        (GOOD, SCORES, ["--task", "MX"], "--task MX: "),
+        (GOOD, SCORES, ["--omit", "r9"], "--omit r9: neither "), (GOOD, SCORES, ["--task", "MX"], "--task MX: "),
         ("model,revision,isoscore\na,r1,1\n", "model,revision,MR\nb,r1,1\n", [], "the revisions r1 of a, "),
         ("model,revision,isoscore\na,r1,1\nb,r1,1\n", SCORES, [], "geometry.csv has the models a, b, but the scores"),
     ],

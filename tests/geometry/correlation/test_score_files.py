@@ -89,13 +89,11 @@ def test_other_versions_of_the_harness(config: dict[str, Any], tmp_path: Path) -
 @pytest.mark.parametrize(
     "group",
     [
-        {"alias": "mmlu", "name": "mmlu", "sample_len": 114},
-        {" ": " ", "alias": "mmlu"},
-        {"alias": "mmlu", "samples": 114, "acc": True},
-        {"sample_len": 114},
+        {"alias": "mmlu", "name": "mmlu", "sample_len": 114}, {" ": " ", "alias": "mmlu"},
+        {"alias": "mmlu", "samples": 114, "acc": True}, {"sample_len": 114},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_sizes_are_not_scores(group: dict[str, Any], tmp_path: Path) -> None:
     """A group without scores, alone in its file or before tasks with scores."""
     content: dict[str, Any] = {"results": {"mmlu": group}, "config": {"model_args": "pretrained=tiny,revision=step1"}}
@@ -171,11 +169,9 @@ def test_a_folder_of_mteb(tmp_path: Path) -> None:
         make_mteb_results("STS22", test=[("en", 0.6), ("de", 0.5)], validation=[("default", 0.7)]),
     )
     expected = {
-        ("encoder", "step500", "Banking77", 0.8),
-        ("encoder", "step500", "STS22 en", 0.6),
-        ("encoder", "step500", "STS22 de", 0.5),
-        ("encoder", "step500", "STS22 validation", 0.7),
-    }
+        ("encoder", "step500", "Banking77", 0.8), ("encoder", "step500", "STS22 en", 0.6),
+        ("encoder", "step500", "STS22 de", 0.5), ("encoder", "step500", "STS22 validation", 0.7),
+    }  # fmt: skip
     assert set(read_records(tmp_path)) == expected
     write_file(folder / "model_meta.json", {"name": "org/other", "revision": "step9", "n_parameters": 1})
     assert set(read_records(tmp_path)) == {("other", "step9", task, score) for _, _, task, score in expected}

@@ -94,10 +94,8 @@ def test_models_are_compared_over_relative_depth_with_a_mark_for_the_final_norm(
     plots = plot_layers(encoder, decoder)
     lines = plots["norms"].panels[0].lines
     assert [(line.label, line.x) for line in lines] == [
-        ("encoder", (0, 0.5, 1)),
-        ("decoder", (0, 0.25, 0.5, 0.75, 1)),
-        ("decoder", (1.15,)),
-    ]
+        ("encoder", (0, 0.5, 1)), ("decoder", (0, 0.25, 0.5, 0.75, 1)), ("decoder", (1.15,)),
+    ]  # fmt: skip
     assert lines[2].y == pytest.approx([make_value("average_norm", 5)])
     assert plots["norms"].x_names[1.15] == "final\nnorm"
     # A model has the same colour in all figures, whether it has a line in them or not.

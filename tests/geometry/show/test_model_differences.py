@@ -110,10 +110,8 @@ def test_rows_of_models_of_equal_depth_have_each_layer() -> None:
     last_row = rows[-1]
     other_value, first_value = (model.last_layer_measures["isoscore"] for model in (other, first))
     assert (last_row["value"], last_row["value_of_first"], last_row["difference"]) == (
-        other_value,
-        first_value,
-        other_value - first_value,
-    )
+        other_value, first_value, other_value - first_value,
+    )  # fmt: skip
     replicate_differences = np.subtract(
         *(model.measurements.replicates["text"]["layer_2"]["isoscore"] for model in (other, first))
     )

@@ -45,13 +45,11 @@ def make_tokens_equal(model: Any) -> None:
 
 
 EDITS: dict[str, Callable[[Any], object]] = {
-    "usual": lambda model: None,
-    "gain_0": lambda model: set_final_norm(model, 0.0, 0.0),
-    "gain_0_with_bias": lambda model: set_final_norm(model, 0.0, 0.3),
-    "equal": make_tokens_equal,
+    "usual": lambda model: None, "gain_0": lambda model: set_final_norm(model, 0.0, 0.0),
+    "gain_0_with_bias": lambda model: set_final_norm(model, 0.0, 0.3), "equal": make_tokens_equal,
     "nan_input": lambda model: model.transformer.wte.weight.data[UNUSED_ROW].fill_(math.nan),
     "inf_output": lambda model: model.lm_head.weight.data[UNUSED_ROW].fill_(math.inf),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
