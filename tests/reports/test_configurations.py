@@ -54,9 +54,7 @@ def test_table1_is_what_pandas_says(prepare: Prepare) -> None:
         assert row["std"] == pytest.approx(scale * best["std"], rel=1e-9, nan_ok=True)
         assert row["seeds"] == best["size"]
         assert row["configurations"] == len(groups)
-    assert [row["metric"] for row in sheet.frame.to_dict("records")] == ["accuracy"] * 3 + ["f1"] * 3 + [
-        "exact_match"
-    ] * 3
+    assert [x["metric"] for x in sheet.frame.to_dict("records")] == ["accuracy"] * 3 + ["f1"] * 3 + ["exact_match"] * 3
 
 
 def test_most_seeds_then_mean(prepare: Prepare) -> None:

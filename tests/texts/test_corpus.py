@@ -135,9 +135,7 @@ def test_packed_blocks_hold_all_tokens_in_their_order(make_tokenizer: MakeTokeni
     assert all(len(block.tokens) == len(block.is_special) for block in blocks)
     assert sum(block.num_text_tokens for block in blocks) == expected_is_special.count(False)
     if tokenizer.cls_token_id is not None:
-        assert {(block.tokens[0], block.tokens[-1]) for block in blocks} == {
-            (tokenizer.cls_token_id, tokenizer.sep_token_id)
-        }
+        assert {(b.tokens[0], b.tokens[-1]) for b in blocks} == {(tokenizer.cls_token_id, tokenizer.sep_token_id)}
         assert all(block.is_special[0] and block.is_special[-1] for block in blocks)
         blocks = [Block(block.tokens[1:-1], block.is_special[1:-1]) for block in blocks]
     assert list(itertools.chain.from_iterable(block.tokens for block in blocks)) == expected_tokens

@@ -15,9 +15,7 @@ from istar.runs.tasks import TASKS, TaskSpec
 from istar.texts import demo
 
 NAMES = ["demo", "demo_sentence", "demo_regression", "demo_span"]
-SPLITS = [
-    (name, split) for name in NAMES for split in ("train", "validation", "test") if split != "test" or TASKS[name].test
-]
+SPLITS = [(name, split) for name in NAMES for split in demo.SIZES if split != "test" or TASKS[name].test]
 
 
 def _read_texts(data: Dataset, spec: TaskSpec) -> list[tuple[str, ...]]:

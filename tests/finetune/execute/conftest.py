@@ -85,11 +85,9 @@ class Server:
                 index = len(recorder.requests)
                 recorder.requests.append(f"{self.command} {self.path}")
                 data = next((data for name, data in (data_by_content or {}).items() if name in content), None)
-                answer_status = (
-                    200 if data is not None else first_statuses[index] if index < len(first_statuses) else status
-                )
+                code = 200 if data is not None else first_statuses[index] if index < len(first_statuses) else status
                 body = b"" if self.command == "HEAD" else json.dumps({"data": data}).encode()
-                self.send_response(answer_status)
+                self.send_response(code)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()

@@ -168,9 +168,7 @@ def test_srun(tmp_path, start, two_process_run):
 @pytest.mark.slow
 def test_nodes_by_hand(tmp_path, start, two_process_run):
     port = free_port()
-    jobs = [
-        start(tmp_path, *TWO_NODES, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(rank)) for rank in range(2)
-    ]
+    jobs = [start(tmp_path, *TWO_NODES, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(i)) for i in range(2)]
     for job in jobs:
         job.wait().well()
     assert_same(only_run(tmp_path / "runs"), two_process_run, but_for_the_name=True)

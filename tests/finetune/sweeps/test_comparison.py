@@ -148,9 +148,7 @@ def test_runs_that_differ_in_nothing_but_the_seed_are_one_row() -> None:
     table = build_comparison_table(group_by_task([records[0], other, *records[1:]]))
     assert table.title == "rte, accuracy · bert-base-cased"
     assert [column.header for column in table.columns] == list(COMPARISON_COLUMNS[2:])
-    first, second = [
-        row for row in (split_cells(line) for line in render_table(table).splitlines()) if row and "λ" in row[0]
-    ]
+    first, second = [row for row in map(split_cells, render_table(table).splitlines()) if row and "λ" in row[0]]
     deviation = np.std([70, 73, 71], ddof=1)
     assert first[1:3] == ["1,2,4", f"{np.mean([70, 73, 71]):.2f} ± {deviation:.2f}"]
     assert second[1:3] == ["1", "50.00"]
@@ -169,14 +167,9 @@ def test_three_or_more_consecutive_seeds_are_a_range(seeds: Sequence[int], text:
     assert make_row("", *(make_seeded_record(seed, 0.5) for seed in seeds))[3] == text
 
 
-REGS: list[dict[str, Any]] = [
-    {"name": "none"},
-    {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False},
-    {"name": "istar", "lambda": 1.0, "zeta": 0.4, "include_padding": False},
-    {"name": "cosreg", "lambda": 1.0, "include_padding": False},
-    {"name": "istar", "lambda": 5.0, "zeta": 0.2, "include_padding": True},
-    {"name": "istar", "lambda": -5.0, "zeta": 0.8, "include_padding": False},
-]
+ISTAR = {"name": "istar", "lambda": -1.0, "zeta": 0.4, "include_padding": False}
+REGS: list[dict[str, Any]] = [{"name": "none"}, ISTAR, {**ISTAR, "lambda": 1.0}, {"name": "cosreg", "lambda": 1.0}]
+REGS += [{**ISTAR, "lambda": 5.0, "zeta": 0.2, "include_padding": True}, {**ISTAR, "lambda": -5.0, "zeta": 0.8}]
 METHODS = ["Base", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4", "CosReg λ=1"]
 
 

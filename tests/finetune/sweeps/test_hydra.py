@@ -40,9 +40,7 @@ def make_request(
     def record_request(*arguments: str) -> SweepRequest:
         requests: list[SweepRequest] = []
         monkeypatch.setattr(sweep, "run_sweep", lambda request, console: requests.append(request) or 0)
-        make_sweeper(*(argument for argument in arguments if "," not in argument and "glob" not in argument)).sweep(
-            list(arguments)
-        )
+        make_sweeper(*(text for text in arguments if "," not in text and "glob" not in text)).sweep(list(arguments))
         return requests[0]
 
     return record_request

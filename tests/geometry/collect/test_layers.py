@@ -120,10 +120,8 @@ def test_replicates_are_measures_without_each_group(measures_without_group: list
     assert replicates["alpha_req"] == []  # not defined in six dimensions
     assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
     assert make_layer(make_text(), settings=LayerSettings("basic")).compute_replicates() == {}
-    replicates_with_empty_group = make_layer(
-        (points, tokens, positions, groups.clamp(max=GROUPS - 2))
-    ).compute_replicates()
-    assert set(map(tuple, replicates_with_empty_group.values())) == {()}
+    without_group = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))).compute_replicates()
+    assert set(map(tuple, without_group.values())) == {()}
 
 
 def test_groups_do_not_change_the_measures() -> None:

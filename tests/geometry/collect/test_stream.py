@@ -268,9 +268,7 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
     for tap, measures in measures_by_source["combined"].items():
         points, tokens = (
             np.concatenate(arrays)
-            for arrays in zip(
-                *((states[tap], source_tokens) for states, source_tokens in states_and_tokens), strict=True
-            )
+            for arrays in zip(*((states[tap], types) for states, types in states_and_tokens), strict=True)
         )
         for key, expected in compute_naive_measures(points, tokens).items():
             assert measures[key] == pytest.approx(expected, rel=tolerance(key), abs=1e-12), (tap, key)

@@ -259,9 +259,7 @@ def test_runs_and_their_checkpoints(tmp_path: Path, text: Path, capsys: pytest.C
     assert revision_and_weights[0] == "demo-1"
     assert measure_checkpoints(tmp_path, run / "checkpoints" / "*.ckpt", text) == 0
     rows = read_rows(tmp_path / "out" / "trajectory.csv")
-    assert {(row["revision"], row["step"], row["weights"]) for row in rows} == {
-        ("best-epoch-2", "84", revision_and_weights[1])
-    }
+    assert {(x["revision"], x["step"], x["weights"]) for x in rows} == {("best-epoch-2", "84", revision_and_weights[1])}
     assert not (tmp_path / "out" / "best-epoch-2" / ".weights").exists()
 
     (run / "checkpoints" / "best-epoch-2.ckpt").write_bytes(b"damaged")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
+from tests.geometry.synthetic import make_measurements
 
 GROUPS = 10
 SETTINGS = {
@@ -36,9 +36,8 @@ def make_model(
             "isoscore": (isoscore + 0.01 * random.normal(size=GROUPS)).tolist(),
             "inter_sim": (inter_sim + 0.01 * random.normal(size=GROUPS)).tolist(),
         }
-    measurements = Measurements(
-        model={"name": label, "revision": None}, weights="", identity="", settings={**SETTINGS, **settings},
-        sources={"text": measures_by_tap}, spectra={}, matrices={}, final_norm=None,
+    measurements = make_measurements(
+        model={"name": label, "revision": None}, settings={**SETTINGS, **settings}, sources={"text": measures_by_tap},
         replicates={"text": replicates_by_tap} if with_replicates else {},
         text_hashes={"text": "0123"} if hashes is None else hashes,
     )  # fmt: skip
