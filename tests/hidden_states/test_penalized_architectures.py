@@ -23,7 +23,6 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 POSITIONS = {"max_position_embeddings": 64}
 HEADS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "LM")
-NO_ANSWERS = tuple(head for head in HEADS if head != "ForQuestionAnswering")
 
 
 class Architecture(NamedTuple):

@@ -111,16 +111,6 @@ def test_holm_is_applied(tmp_path: Path) -> None:
         assert comparison.statistics.smallest_difference is None
 
 
-def test_more_pairs_than_can_be_enumerated(tmp_path: Path) -> None:
-    random = np.random.default_rng(1)
-    save_all(tmp_path, BASE, dict.fromkeys(range(1, 25), 0.5))
-    save_all(tmp_path, istar(-1), {seed: 0.5 + float(random.normal(0.002, 0.01)) for seed in range(1, 25)})
-    [comparison] = compare_methods_in(tmp_path).comparisons
-    reference_p_value = stats.ttest_1samp(np.array(list(comparison.difference_by_seed.values())), 0).pvalue
-    assert comparison.unadjusted_p_value == pytest.approx(reference_p_value, abs=0.03)
-    assert comparison.statistics.smallest_p == pytest.approx(1e-5)
-
-
 # Trials.
 
 
@@ -290,13 +280,6 @@ def test_a_choice_on_the_reported_set_is_said(tmp_path: Path) -> None:
         " The mean of I-STAR λ=-1 ζ=0.4 is biased upwards by the choice among 3 configurations on the reported set. "
         "The mean of Base is biased upwards by the choice among 3 configurations on the reported set."
     )
-
-
-@pytest.mark.parametrize(("fraction", "expected"), [(None, "validation"), (0.1, "held-out")])
-def test_earlier_runs_do_not_record_what_chose(tmp_path: Path, fraction: float | None, expected: str) -> None:
-    save_all(tmp_path, BASE, {1: 0.5}, task__validation_fraction=fraction)
-    [method] = compare_methods_in(tmp_path).methods
-    assert method.selection_set == expected
 
 
 # Seeds.

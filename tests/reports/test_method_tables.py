@@ -69,12 +69,6 @@ def test_sentences_are_in_the_page_and_in_the_files(tmp_path: Path) -> None:
     assert "at 0.05, Holm's strictest level (0.05 / m)" in sheet.caption
 
 
-def test_no_finished_run(tmp_path: Path) -> None:
-    save(record("rte", "mine", BASE, 1, status="failed"), tmp_path)
-    compared = compare_methods(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
-    assert build_methods_sheet(compared).rows == build_conclusions_sheet(compared).rows == []
-
-
 def test_a_point_for_each_method_in_the_settings_of_the_table(tmp_path: Path) -> None:
     value_by_seed = {1: 0.5, 2: 0.7, 3: 0.6}
     for seed, value in value_by_seed.items():

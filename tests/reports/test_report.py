@@ -34,15 +34,7 @@ from istar.reports import (
 from istar.reports.run_frame import read_runs
 from istar.runs.record import RunRecord
 from tests.reports.simulated_stability import BATCH_SIZES, SCORES, ZETAS, compute_stability_scores, make_variances
-from tests.reports.synthetic import (
-    BASE,
-    cosreg,
-    istar,
-    make_geometry,
-    record,
-    save,
-    write_fifty_runs,
-)
+from tests.reports.synthetic import BASE, cosreg, istar, make_geometry, record, save, write_fifty_runs
 
 BERT = "google-bert/bert-base-cased"
 VOID = {"meta", "source", "link", "br", "hr", "img", "input"}

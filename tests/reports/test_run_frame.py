@@ -29,7 +29,7 @@ from istar.reports.run_frame import (
     sort_runs,
 )
 from istar.runs.record import KEY, RESULT, RunRecord, format_key, write_result
-from tests.finished_runs import make_key
+from tests.finished_runs import make_finished_record, make_key
 
 
 @pytest.fixture
@@ -44,12 +44,13 @@ def write_run(composed: Callable[..., Config], tmp_path: Path) -> Callable[..., 
         **changes: Any,
     ) -> RunRecord:  # fmt: skip
         config = composed("task=rte", *overrides)
-        record = RunRecord(name, "finished", to_dict(config), make_key(config, "abc", weights))
+        key = make_key(config, "abc", weights)
+        record = RunRecord(name, "finished", to_dict(config), key)
         if value is not None:
-            record = replace(
-                record, headline={"metric": "accuracy", "value": value, "epoch": 2}, metrics={"accuracy": value},
-                baseline={"accuracy": 0.5271, "f1": 0.1}, collapsed={"validation": False},
-                isotropy={"before": {"1": 0.3, "union": 0.1}, "after": {"1": 0.4, "union": 0.2}, "points": 9},
+            isotropy = {"before": {"1": 0.3, "union": 0.1}, "after": {"1": 0.4, "union": 0.2}, "points": 9}
+            record = make_finished_record(
+                name, config, value, key, headline={"metric": "accuracy", "value": value, "epoch": 2},
+                baseline={"accuracy": 0.5271, "f1": 0.1}, collapsed={"validation": False}, isotropy=isotropy,
                 timing={"total": 12.5},
             )  # fmt: skip
         record = replace(record, **changes)

@@ -38,14 +38,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [RESULT]
 
 
-def test_records_without_the_later_fields_are_read(tmp_path: Path) -> None:
-    fields = ("data_commit", "code_commit", "code_modified", "device", "processes", "cuda", "system")
-    values = {name: value for name, value in asdict(RECORD).items() if name not in fields}
-    (tmp_path / RESULT).write_text(json.dumps(values))
-    assert read_result(tmp_path) == RECORD
-    assert [getattr(RECORD, name) for name in fields] == [None] * len(fields)
-
-
 def test_text_is_utf8_with_plain_line_ends(tmp_path: Path) -> None:
     writing.write_text(tmp_path / "a.txt", "Zürich\r\nλ\n")
     assert (tmp_path / "a.txt").read_bytes() == "Zürich\r\nλ\n".encode()

@@ -163,9 +163,7 @@ def test_separate_documents_share_no_block(make_tokenizer: MakeTokenizer, length
     assert next(blocks, None) is None
 
 
-def test_pieces_of_a_document_and_runs_of_packed_blocks_have_one_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pieces_of_a_document_and_runs_of_packed_blocks_have_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [len(bert()(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
     expected = [index for index, length in enumerate(lengths) for _ in range(math.ceil(length / 5))]
     assert [block.document_index for block in Blocks(bert(), 7)(TEXTS)] == expected

@@ -20,11 +20,7 @@ from istar.finetune.training import wandb_logger
 from istar.models.hub import request_status
 from istar.runs.record import RunRecord
 from tests.finetune.execute.artifacts import place
-from tests.finetune.execute.faults import (
-    EPOCHS,
-    Build,
-    only_folder,
-)
+from tests.finetune.execute.faults import EPOCHS, Build, only_folder
 from tests.waiting import SECONDS
 
 

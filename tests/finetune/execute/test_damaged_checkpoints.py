@@ -15,14 +15,7 @@ from istar.errors import UserError
 from istar.finetune.execute.run import run
 from istar.finetune.training.checkpoints import CHECKPOINT_FORMAT, find_resumable_checkpoint, read_checkpoint
 from tests.archives import compress_archive
-from tests.finetune.execute.faults import (
-    EPOCHS,
-    Broken,
-    Build,
-    break_at,
-    only_folder,
-    warnings_in,
-)
+from tests.finetune.execute.faults import EPOCHS, Broken, Build, break_at, only_folder, warnings_in
 from tests.outcomes import assert_same
 
 

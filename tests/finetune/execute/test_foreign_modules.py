@@ -13,9 +13,6 @@ import pytest
 from istar.finetune.config import TrainerConfig
 from istar.finetune.processes import forking, launch
 
-RUN = ("-m", "seed=1", "reg=none", "task.limit_train=16", "task.limit_validation=8", "trainer.max_epochs=1",
-       "trainer.accelerator=cpu", "trainer.progress_bar=false", "run.geometry=false")  # fmt: skip
-
 
 def write_modules(folder: Path) -> Path:
     """Write modules that raise an exception when they are imported, and return their folder."""

@@ -110,9 +110,7 @@ def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
     )
 
 
-def test_istar_logs_its_penalty_and_an_estimated_zeta(
-    cached_run: Callable[..., Any],
-) -> None:
+def test_istar_logs_its_penalty_and_an_estimated_zeta(cached_run: Callable[..., Any]) -> None:
     columns = logged(cached_run("task=demo", "reg=istar", "reg.lambda=3", "reg.zeta=auto")[2])
     expected = [3 * (1 - score) for score in columns["train/isoscore_star"]]
     assert columns["train/penalty"] == pytest.approx(expected, rel=1e-5)
@@ -246,9 +244,7 @@ def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatc
     assert model.classifier.weight.abs().max() > 1e-3
 
 
-def test_held_out_data_choose_and_the_validation_set_is_reported(
-    cached_run: Callable[..., Any],
-) -> None:
+def test_held_out_data_choose_and_the_validation_set_is_reported(cached_run: Callable[..., Any]) -> None:
     data_overrides = ("task.limit_train=64", "task.limit_validation=16", "task.validation_fraction=0.25")
     training_overrides = ("trainer.max_epochs=4", "trainer.accumulate_grad_batches=1", "reg=none", "seed=1")
     _, record, folder = cached_run("task=demo_regression", *data_overrides, *training_overrides)

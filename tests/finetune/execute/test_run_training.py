@@ -18,15 +18,7 @@ from istar.finetune.execute.run import run
 from istar.finetune.tasks import metrics
 from istar.finetune.tasks.loading import sample_examples
 from istar.texts import demo
-from tests.finetune.execute.artifacts import (
-    TINY,
-    Build,
-    everything_measured,
-    logged,
-    place,
-    rows_of,
-    rte,
-)
+from tests.finetune.execute.artifacts import TINY, Build, everything_measured, logged, place, rows_of, rte
 from tests.finished_runs import make_key
 
 WITHOUT_GEOMETRY = ("run.geometry=false", "run.isotropy_zeta=null")

@@ -106,8 +106,7 @@ def test_no_key_asks_nobody(small: Build, wandb_at: Any, start_server: Any, monk
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("WANDB_MODE", "sometimes"), ("WANDB_BASE_URL", "nowhere"), ("WANDB_INIT_TIMEOUT", "long")],
+    ("name", "value"), [("WANDB_MODE", "sometimes"), ("WANDB_BASE_URL", "nowhere"), ("WANDB_INIT_TIMEOUT", "long")]
 )
 def test_wrong_setting(small: Build, wandb_at: Any, start_server: Any, monkeypatch: Any, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)

@@ -13,7 +13,6 @@ from istar.cli.main import main
 from istar.drawing.terminal import format_duration
 from istar.errors import UserError
 from istar.files.writing import write_text
-from istar.finetune.config.schema import to_dict
 from istar.finetune.sweeps import live_table
 from istar.finetune.sweeps.live_table import (
     STATE_FILE,
@@ -27,8 +26,8 @@ from istar.finetune.sweeps.live_table import (
     render_sweep,
     update_progress,
 )
-from istar.runs.record import PROGRESS, RunRecord
-from tests.finished_runs import NO_KEY
+from istar.runs.record import PROGRESS
+from tests.finished_runs import make_finished_record
 
 NOW = 1_700_000_000.0
 
@@ -57,13 +56,6 @@ def make_state(*entries: SweepEntry, **values: Any) -> SweepState:
     return SweepState(
         **{"name": "sweep-1", "command": "python train.py -m", "root": "runs", "jobs": 2, **values},
         entries=list(entries),
-    )
-
-
-def make_finished_record(config: Any, value: float, collapsed: bool = False) -> RunRecord:
-    headline = {"metric": "accuracy", "value": value, "epoch": 2}
-    return RunRecord(
-        "run1", "finished", to_dict(config), NO_KEY, headline, collapsed={"validation": collapsed}, epochs=[{}, {}, {}]
     )
 
 
@@ -176,7 +168,7 @@ def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
         assert read_state(tmp_path / "s" / STATE_FILE) == sweep_state
         live_board.record_start(entry, tmp_path / "log")
         assert read_state(tmp_path / "s" / STATE_FILE).entries[0].status == "running"
-        live_board.record_end(entry, make_finished_record(config, 0.7))
+        live_board.record_end(entry, make_finished_record("run1", config, 0.7))
         saved_state = read_state(tmp_path / "s" / STATE_FILE)
         assert (saved_state.entries[0].status, saved_state.entries[0].value) == ("finished", 0.7)
         assert not saved_state.is_over

@@ -343,10 +343,7 @@ def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) 
     # The comparison has the best configurations alone, and names what the search has found.
     assert sweep.print_results(sweep_runs) == 0
     table = (sweep_runs.folder / "comparison.md").read_text()
-    assert sorted(re.findall(r"I-STAR [^|]*\w", table)) == [
-        "I-STAR λ=-1 ζ=0.4 lr=0.0001",
-        "I-STAR λ=1 ζ=0.4 lr=0.001",
-    ]
+    assert sorted(re.findall(r"I-STAR [^|]*\w", table)) == ["I-STAR λ=-1 ζ=0.4 lr=0.0001", "I-STAR λ=1 ζ=0.4 lr=0.001"]
 
 
 def test_a_search_repeats_the_best_of_each_grid(make_runs: Callable[..., SweepRuns]) -> None:

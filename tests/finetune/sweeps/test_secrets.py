@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from istar.errors import UserError, mask_secrets, shorten
 from istar.finetune.config import SweepConfig
-from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.study import Study
 from istar.finetune.sweeps.trials import make_search_spaces
 from istar.finetune.training.pruning import TrialReference
@@ -73,12 +72,6 @@ def test_what_launchers_write(make_sweeper: Callable[..., Any], monkeypatch: pyt
     assert len(given) == 1
     request = sweeper.request([storage], "train.py -m")
     assert request.settings.storage == f"postgresql://me:{PASSWORD}@localhost/db"
-
-
-def test_the_storage_is_not_part_of_the_name_of_a_sweep(make_runs: Callable[..., SweepRuns]) -> None:
-    runs = make_runs("task=demo", "task.limit_train=8", f"sweep.storage=postgresql://me:{PASSWORD}@localhost/db")
-    other = make_runs("task=demo", "task.limit_train=8")
-    assert runs.folder == other.folder
 
 
 @pytest.mark.parametrize(

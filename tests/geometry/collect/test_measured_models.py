@@ -125,11 +125,6 @@ def test_models_that_cannot_be_measured_are_refused_in_one_line(
     assert line in read_refusal(capsys, [*arguments, "--device", "cpu"])
 
 
-def test_i_bert_is_measured(tmp_path: Path) -> None:
-    save(tmp_path, "ibert")
-    assert list(measure(tmp_path).sources["text"]) == ["embeddings", "layer_1", "layer_2", "layer_3"]
-
-
 def test_a_head_that_names_its_base_model_wrongly_is_measured_without_the_head(tmp_path: Path) -> None:
     """The base model of `Llama4ForCausalLM` is its `model`, but its `base_model_prefix` is `language_model`."""
     model = save(tmp_path, "llama4_text", AutoModelForCausalLM, **EXPERTS, intermediate_size_mlp=24)

@@ -156,8 +156,7 @@ def tolerance(key: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("make_model", "documents", "special_tokens"),
-    [(bert, "separate", "exclude"), (gpt2, "packed", "include")],
+    ("make_model", "documents", "special_tokens"), [(bert, "separate", "exclude"), (gpt2, "packed", "include")]
 )
 def test_every_figure_of_every_tap(
     make_model: Callable[[], PreTrainedModel], source: Source, documents: Any, special_tokens: Any

@@ -123,7 +123,7 @@ def test_models_are_ranked_by_their_last_layers_with_intervals() -> None:
     assert describe_findings([first, second, third]) == [
         "IsoScore of the last layer is largest in third (0.8) and smallest in first (0.3). The 95% interval of the "
         f"difference, 0.5 ± {half_width:.2g}, does not contain 0, so that the choice of the documents does not explain "
-        "it.",
+        "it."
     ]
     [line] = describe_findings([first, second])
     assert "contains 0, so that the choice of the documents may explain it." in line
