@@ -62,8 +62,8 @@ def test_accumulation_makes_steps_of_several_batches(cached_run: Callable[..., A
 
 def test_early_stopping(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without learning no epoch is better than the first, so training stops after the third."""
-    config = small("reg=none", "task.limit_train=8", "trainer.max_epochs=9", "trainer.early_stopping=2", "optim.lr=0")
-    record = run(config)
+    settings = ("reg=none", "task.limit_train=8", "trainer.max_epochs=9", "trainer.early_stopping=2")
+    record = run(small(*settings, "optim.lr=1e-12"))
     assert [epoch["epoch"] for epoch in record.epochs] == [1, 2, 3]
     assert record.headline["epoch"] == 1
 

@@ -1,4 +1,4 @@
-"""Models on several devices, in part offloaded to the disk, and the memory of a pass in addition to the weights."""
+"""Models on several devices, in part offloaded to the disk."""
 
 import json
 from dataclasses import asdict
@@ -114,7 +114,7 @@ def test_adapters_are_not_placed(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_offloading(folder: Path, plain: Measurements, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offloading(folder: Path, plain: Measurements, tmp_path: Path) -> None:
     num_bytes = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
     text, out = f"text={folder / 'text.txt'}", tmp_path / "out"
     command = ["measure", str(folder / "model"), "--text", text, "--out", str(out)]
@@ -122,9 +122,6 @@ def test_offloading(folder: Path, plain: Measurements, tmp_path: Path, capsys: p
     limit = f"cpu={num_bytes * 0.6 / 1e3:.0f}KB"
     placement = ["--device-map", "auto", "--max-memory", limit, "--offload-folder", str(tmp_path / "offloaded")]
     assert main([*command, *settings, *placement]) == 0
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "memory" in line]
-    assert line.startswith("memory in addition to the weights: 0.0")
-    assert "GB for each of 6 layers; IntraSim takes 0.00 GB more" in line
     measured = json.loads((tmp_path / "out" / "measures.json").read_text())
     assert measured["weights"] == plain.weights
     assert measured["sources"]["text"]["layer_4"]["isoscore"] == plain.sources["text"]["layer_4"]["isoscore"]
