@@ -1,6 +1,8 @@
 """Fixtures shared by the tests of fine-tuning."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,3 +18,12 @@ def blank_isotropy_picture() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recording, "render", lambda plot, formats: dict.fromkeys(formats, b"blank"))
         yield
+
+
+@pytest.fixture
+def start(own_cache: Path) -> Iterator[Any]:
+    """Yield the function of `tests.jobs.starting`."""
+    from tests.jobs import starting  # skips tests where processes cannot be found
+
+    with starting(own_cache) as start:
+        yield start

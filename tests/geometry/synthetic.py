@@ -13,13 +13,9 @@ from istar.geometry.show.model_figures import MEASURE_TITLES
 TAPS = ("embeddings", "layer_1", "layer_2", "final_norm")
 WIDTH = 24
 SETTINGS = {
-    "texts": {"news": "news.txt", "talk": "talk.txt"},
-    "groups": 10,
-    "measures": "all",
-    "length": 512,
-    "documents": "separate",
-    "special_tokens": "exclude",
-}
+    "texts": {"news": "news.txt", "talk": "talk.txt"}, "groups": 10, "measures": "all", "length": 512,
+    "documents": "separate", "special_tokens": "exclude",
+}  # fmt: skip
 
 
 def make_value(name: str, index: int = 0) -> float:

@@ -53,12 +53,9 @@ class Outer(nn.Module):
         self.model, self.call = model, call
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         return self.call(self.model, input_ids, attention_mask)
 
 
@@ -205,9 +202,7 @@ def test_a_mask_around_the_model_that_does_not_fit_is_refused_in_one_line() -> N
     ],
 )
 @pytest.mark.parametrize("is_called_with_embeddings", [False, True])
-def test_ids_positions_and_labels_of_a_call_around_the_model_choose_points(
-    points: Points, expected: int, is_called_with_embeddings: bool
-) -> None:
+def test_outer_arguments_choose_points(points: Points, expected: int, is_called_with_embeddings: bool) -> None:
     def call(model: Any, ids: Tensor, mask: Any) -> Any:
         return model(inputs_embeds=model.get_input_embeddings()(ids)) if is_called_with_embeddings else model(ids)
 

@@ -16,7 +16,7 @@ from istar import regularizers
 from istar.hidden_states import EmbeddingPenalty, PenaltySettings, attach, attach_with_settings
 from istar.hidden_states.model_layers import make_trial_ids
 from istar.regularizers import Points, SetPoint
-from tests.hidden_states.test_attach import bert
+from tests.hidden_states.builders import bert
 
 WIDTH = 6
 STATES = [torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

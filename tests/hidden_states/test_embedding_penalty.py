@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.hidden_states import EmbeddingPenalty, HiddenStatePenalty, PenaltySettings, attach_with_settings
+from istar.hidden_states import EmbeddingPenalty, PenaltySettings, attach_with_settings
 from istar.regularizers import CosReg, IStar, Points
 from istar.regularizers.points import Tokens
 from tests.forks import run_in_processes
@@ -169,10 +169,6 @@ def test_frozen_embeddings_are_warned_of_once():
         watch.loss()
     assert [warning.filename for warning in caught] == [__file__]
     watch.loss()
-
-
-def test_hidden_states_are_the_default_target():
-    assert isinstance(attach_with_settings(llama(), CosReg(1.0)), HiddenStatePenalty)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
-from torch.testing import assert_close
 
 from istar.errors import UserError
 from istar.hidden_states import attach
 from istar.regularizers import IStar
-from tests.penalties import WIDTH, Recording, assert_equal, gradients, naive_loss, received, seeded_pass
+from tests.hidden_states.builders import check_states_and_gradients
+from tests.penalties import WIDTH, assert_equal, received, seeded_pass
 
 LAYERS, VOCABULARY = 3, 40
 SHAPE: dict[str, Any] = {
@@ -23,7 +23,6 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 POSITIONS = {"max_position_embeddings": 64}
 HEADS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "LM")
-NO_ANSWERS = tuple(head for head in HEADS if head != "ForQuestionAnswering")
 
 
 class Architecture(NamedTuple):
@@ -102,26 +101,6 @@ def make_batch(name: str, head: str, is_left_padded: bool = False, tokens: int =
         "LM": {"labels": input_ids.masked_fill(mask == 0, -100)},
     }
     return {**inputs, **labels[head]}
-
-
-def check_states_and_gradients(
-    model: hf.PreTrainedModel, inputs: dict[str, Tensor], layers: str, seed: int = 1
-) -> list[Tensor]:
-    """Compare hidden states, loss and all gradients with the naive ones. Returns all hidden states of the model."""
-    outputs = seeded_pass(model, inputs, seed, output_hidden_states=True)
-    states = outputs.hidden_states[int(layers == "all") :]
-    loss = naive_loss(outputs, states, inputs["attention_mask"])
-    expected = [loss.detach(), gradients(model, loss)]
-
-    penalty = Recording(layers)
-    with attach(model, penalty) as watch:
-        watched_outputs = seeded_pass(model, inputs, seed)
-        loss = watch.loss() + (watched_outputs.loss if "loss" in watched_outputs else 0)
-    assert_equal(penalty.received, states)
-    assert_close([loss.detach(), gradients(model, loss)], expected, rtol=1e-9, atol=1e-9)
-    assert penalty.last is not None
-    assert penalty.last.points == inputs["attention_mask"].sum() * len(states)
-    return list(outputs.hidden_states)
 
 
 @pytest.mark.parametrize("name", NAMES)

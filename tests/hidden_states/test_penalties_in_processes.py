@@ -76,20 +76,12 @@ def join_shards():
 
 
 PENALTIES = {
-    "istar": partial(IStar, zeta=0.3),
-    "auto": partial(IStar, zeta="auto"),
+    "istar": partial(IStar, zeta=0.3), "auto": partial(IStar, zeta="auto"),
     "unbiased": partial(IStar, zeta=0, estimator="unbiased"),
-    "random direction": partial(RandomDirection, zeta=0, seed=3),
-    "cosreg": CosReg,
-    "decorrelation": Decorrelation,
-    "gor": Gor,
-    "kurtosis": Kurtosis,
-    "sigreg": partial(SigReg, directions=8),
-    "simctg": SimCtg,
-    "spectrum": Spectrum,
-    "uniformity": Uniformity,
-    "vicreg": VicReg,
-}
+    "random direction": partial(RandomDirection, zeta=0, seed=3), "cosreg": CosReg, "decorrelation": Decorrelation,
+    "gor": Gor, "kurtosis": Kurtosis, "sigreg": partial(SigReg, directions=8), "simctg": SimCtg, "spectrum": Spectrum,
+    "uniformity": Uniformity, "vicreg": VicReg,
+}  # fmt: skip
 DEFINED_FOR_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
 NEED_MORE_THAN_TWO_POINTS = {"unbiased", "simctg"}
 ATTACHED = ("istar", "unbiased", "simctg")
@@ -118,9 +110,7 @@ def train(model, penalty, points, mask, modules=None):
         loss.backward()
         optimizer.step()
         values.append(loss.detach())
-    parameters = [
-        parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters()
-    ]
+    parameters = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
     return torch.cat([torch.stack(values), torch.nn.utils.parameters_to_vector(parameters).detach()])
 
 
@@ -164,11 +154,6 @@ LOADERS = {"unequal": ((7, 3, 5, 6), (4,)), "one is empty": ((7, 3), ())}
 COUNTS = {"one point": (1, 0), "no points": (0, 0), "one on each": (1, 1)}
 
 
-def compute_moments(rank, kind=Moments):
-    points, mask = make_shard(rank)
-    return kind.of(100 + points, mask)
-
-
 def run_worker(rank, folder):
     torch.set_num_threads(1)
     gc.freeze()  # No collection visits the objects of the imported libraries, as in tests/conftest.py.
@@ -208,8 +193,6 @@ def run_worker(rank, folder):
     data = make_batches(rank, LOADERS["unequal"][rank])
     results["sharded refresh"] = shrinkage_covariance(model, data, modules=model.layers)
 
-    moments = compute_moments(rank).all_reduce()
-    results["moments"] = torch.cat([moments.count[None], moments.mean, moments.scatter.flatten()])
     reduced_sizes, all_reduce = [], dist.all_reduce
 
     def count_and_all_reduce(tensor, *args, **kwargs):
@@ -217,26 +200,15 @@ def run_worker(rank, folder):
         return all_reduce(tensor, *args, **kwargs)
 
     dist.all_reduce = count_and_all_reduce
-    compute_moments(rank).all_reduce()
-    moments = compute_moments(rank, FourthMoments).all_reduce()
+    for kind in (Moments, FourthMoments):
+        kind.of(*make_shard(rank)).all_reduce()
     dist.all_reduce = all_reduce
     results["sizes"] = reduced_sizes
-    results["fourth"] = torch.cat([moments.count[None], moments.mean, moments.third, moments.fourth[None]])
-
-    results["gradients"] = compute_reduced_gradients(make_shard(rank)[0])
     results["second"] = compute_second_derivative(torch.arange(3.0, dtype=torch.float64) + rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     # Skip the shutdown of the interpreter, in which the process group may abort.
     os._exit(0)
-
-
-def compute_reduced_gradients(points):
-    """Return the gradient of a function of the reduced moments; all processes have the same moments."""
-    points = points.clone().requires_grad_()
-    moments = FourthMoments.of(points).all_reduce()
-    loss = moments.mean.square().sum() + moments.covariance().square().sum() + moments.third.sum() + moments.fourth
-    return torch.autograd.grad(loss, points)[0]
 
 
 def compute_second_derivative(vector):
@@ -328,29 +300,11 @@ def test_sigma_s_of_a_sharded_model_is_that_of_all_points(results):
         assert_close(result["sharded refresh"].double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_reduced_moments_are_those_of_the_union_and_equal_bit_for_bit(results):
-    expected = compute_moments(0).merge(compute_moments(1))
-    expected_sums = torch.cat([expected.count[None], expected.mean, expected.scatter.flatten()])
-    assert_close(results[0]["moments"], expected_sums, **CLOSE)
-    assert torch.equal(results[0]["moments"], results[1]["moments"])
-
-
-def test_reduced_fourth_order_sums_are_those_of_the_union_and_plain_moments_do_not_pay_for_them(results):
-    expected = compute_moments(0, FourthMoments).merge(compute_moments(1, FourthMoments))
-    expected_sums = torch.cat([expected.count[None], expected.mean, expected.third, expected.fourth[None]])
-    assert_close(results[0]["fourth"], expected_sums, rtol=1e-10, atol=0)
-    assert torch.equal(results[0]["fourth"], results[1]["fourth"])
+def test_plain_moments_do_not_pay_for_sums_of_fourth_order(results):
+    """`tests/measures/test_accumulator.py` has the values and gradients of all sums over processes."""
     num_totals, num_central_sums, num_extremes = 1 + WIDTH, WIDTH**2, 1
-    moments_sizes = [num_totals, num_central_sums, num_extremes]
-    assert results[0]["sizes"] == [*moments_sizes, num_totals, num_central_sums + WIDTH + 1, num_extremes]
-
-
-def test_the_gradients_of_reduced_moments_add_up_over_the_processes(results):
-    """Each process has the loss of the union, so that the gradient is that of the sum of two equal losses."""
-    sizes = [len(result["gradients"].flatten(0, 1)) for result in results]
-    points = torch.cat([make_shard(rank)[0].flatten(0, 1) for rank in range(2)])
-    for result, expected in zip(results, (2 * compute_reduced_gradients(points)).split(sizes), strict=True):
-        assert_close(result["gradients"].flatten(0, 1), expected, **CLOSE)
+    sizes = [num_totals, num_central_sums, num_extremes]
+    assert results[0]["sizes"] == [*sizes, num_totals, num_central_sums + WIDTH + 1, num_extremes]
 
 
 def test_a_sum_over_processes_has_a_second_derivative(results):
@@ -361,9 +315,3 @@ def test_a_sum_over_processes_has_a_second_derivative(results):
     (expected,) = torch.autograd.grad(gradient.sum(), vectors)
     for result, row in zip(results, expected, strict=True):
         assert_close(result["second"], row, **CLOSE)
-
-
-def test_without_a_process_group_all_reduce_changes_nothing():
-    moments = compute_moments(0)
-    scatter = moments.scatter.clone()
-    assert torch.equal(moments.all_reduce().scatter, scatter)

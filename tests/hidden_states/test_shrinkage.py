@@ -50,9 +50,7 @@ def naive_covariance(
     with torch.no_grad():
         for batch in data:
             states = encoder(**batch, output_hidden_states=True).hidden_states
-            points.append(
-                stack([states[index] for index in layer_indices], None if padding else batch["attention_mask"])
-            )
+            points.append(stack([states[i] for i in layer_indices], None if padding else batch["attention_mask"]))
     all_points = torch.cat(points).double().numpy()
     return torch.from_numpy(np.cov(all_points, rowvar=False)), len(all_points)
 
@@ -189,9 +187,7 @@ def test_batches_without_names_are_refused_for_transformers_models(names):
     batches = [{**batch, "labels": torch.ones_like(batch["input_ids"])} for batch in make_batches()]
     data = TensorDataset(*(torch.cat([batch[name] for batch in batches[:1]]) for name in names))
     encoder, penalty = make_model(), IStar(1.0, 0.2)
-    message = (
-        rf"has {len(names)} values without names; expected arguments of BertModel by name, such as \{{\"input_ids\""
-    )
+    message = rf"has {len(names)} values without names; expected arguments of BertModel by name, such as "
     with attach(encoder, penalty) as watch, pytest.raises(UserError, match=message) as error:
         watch.refresh(DataLoader(data, batch_size=1))
     assert "\n" not in str(error.value)
@@ -267,15 +263,6 @@ def test_a_decoder_needs_the_states_of_its_encoder(name):
     assert_close(actual, stack(outputs.decoder_hidden_states[1:], None).T.cov(), **CLOSE)
 
 
-def test_choices_are_flattened_as_the_head_for_multiple_choice_does():
-    torch.manual_seed(0)
-    model = hf.BertForMultipleChoice(hf.BertConfig(**SHAPE))
-    [batch] = make_batches(1, size=6)
-    choices = {name: batch[name].view(3, 2, 6) for name in ("input_ids", "attention_mask")}
-    actual = shrinkage_covariance(model, [{**choices, "labels": torch.zeros(3, dtype=torch.long)}])
-    assert torch.equal(actual, shrinkage_covariance(model.bert, [batch]))
-
-
 def test_sequences_are_the_arguments_of_other_models_if_they_fit():
     tower = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     points = torch.randn(20, 4)
@@ -321,16 +308,6 @@ def test_under_autocast_it_is_that_of_the_states_in_that_precision():
     assert not torch.equal(bfloat16_covariance, float32_covariance)
 
 
-def test_named_modules_have_a_shrinkage_covariance_too():
-    torch.manual_seed(0)
-    tower = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-    points = torch.randn(50, 4)
-    first_states = tower[1](tower[0](points))
-    expected = np.cov(torch.cat([first_states, tower(points)]).detach().numpy(), rowvar=False)
-    actual = shrinkage_covariance(tower, points.split(20), modules=[tower[1], tower[3]])
-    assert_close(actual.double(), torch.from_numpy(expected), **CLOSE)
-
-
 def make_model_with_nan() -> hf.PreTrainedModel:
     encoder = make_model()
     encoder.bert.encoder.layer[0].output.dense.weight.data.fill_(math.nan)
@@ -346,21 +323,12 @@ INVALID_CALLS = [
     (lambda: shrinkage_covariance(make_model(), {"a": make_batches()}), "the loader .* is a dict; expected"),
     (lambda: shrinkage_covariance(make_model(), hf.BatchEncoding(make_batches()[0])), "loader .* is a BatchEncoding"),
     (lambda: shrinkage_covariance(make_model(), ["text"]), "has input_ids of type str; expected arguments of BertM"),
-    (
-        lambda: shrinkage_covariance(make_model(), [{"input_ids": [[3, 4]]}]),
-        r"has input_ids of type list; expected .* of shape \(batch, tokens\)",
-    ),
+    (lambda: shrinkage_covariance(make_model(), [{"input_ids": [[3, 4]]}]), r"has input_ids of type list; expected"),
     (lambda: shrinkage_covariance(make_model(), [{"input_ids": np.ones((1, 2))}]), "has input_ids of type ndarray"),
     (lambda: shrinkage_covariance(make_model(), [{"input_ids": torch.ones(4).long()}]), r"input_ids of shape \(4,\)"),
-    (
-        lambda: shrinkage_covariance(make_model().bert, [torch.ones(2, 3, 4).long()]),
-        r"has input_ids of shape \(2, 3, 4\)",
-    ),
+    (lambda: shrinkage_covariance(make_model().bert, [torch.ones(2, 3, 4).long()]), r"input_ids of shape \(2, 3, 4\)"),
     (lambda: shrinkage_covariance(make_model(), [{"labels": torch.ones(2)}]), "has no input_ids; expected"),
-    (
-        lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=1),
-        "momentum is 1; expected",
-    ),
+    (lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=1), "momentum is 1; expected"),
     (lambda: attach(make_model(), IStar(1.0, 0.2)).refresh(make_batches(), momentum=-0.1), r"momentum is -0\.1"),
 ]
 

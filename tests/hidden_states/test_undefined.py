@@ -39,23 +39,15 @@ def with_sigma(**arguments) -> IStar:
 
 
 PENALTIES: dict[str, Callable[[], Penalty]] = {
-    "isoscore": lambda: IStar(1.0, 0.0, layers="last"),
-    "isoscore_star": lambda: with_sigma(zeta=0.4),
-    "zeta 1": lambda: with_sigma(zeta=1.0),
-    "auto": lambda: with_sigma(zeta="auto"),
+    "isoscore": lambda: IStar(1.0, 0.0, layers="last"), "isoscore_star": lambda: with_sigma(zeta=0.4),
+    "zeta 1": lambda: with_sigma(zeta=1.0), "auto": lambda: with_sigma(zeta="auto"),
     "unbiased": lambda: IStar(1.0, 0.0, layers="last", estimator="unbiased"),
     "bf16": lambda: IStar(1.0, 0.0, layers="last", compute="bf16"),
-    "random direction": lambda: RandomDirection(1.0, 0.0, layers="last"),
-    "cosreg": lambda: CosReg(1.0),
-    "decorrelation": lambda: Decorrelation(1.0),
-    "gor": lambda: Gor(1.0),
-    "kurtosis": lambda: Kurtosis(1.0),
-    "sigreg": lambda: SigReg(1.0),
-    "simctg": lambda: SimCtg(1.0),
-    "spectrum": lambda: Spectrum(1.0),
-    "uniformity": lambda: Uniformity(1.0),
-    "vicreg": lambda: VicReg(1.0),
-}
+    "random direction": lambda: RandomDirection(1.0, 0.0, layers="last"), "cosreg": lambda: CosReg(1.0),
+    "decorrelation": lambda: Decorrelation(1.0), "gor": lambda: Gor(1.0), "kurtosis": lambda: Kurtosis(1.0),
+    "sigreg": lambda: SigReg(1.0), "simctg": lambda: SimCtg(1.0), "spectrum": lambda: Spectrum(1.0),
+    "uniformity": lambda: Uniformity(1.0), "vicreg": lambda: VicReg(1.0),
+}  # fmt: skip
 WITH_ONE_POINT = {"cosreg", "kurtosis", "sigreg", "spectrum"}
 """Penalties that are defined for one point."""
 WITHOUT_SPREAD = {"isoscore", "auto", "unbiased", "bf16", "random direction"}

@@ -123,9 +123,7 @@ def test_adapters_without_weights_say_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task_type", "adapted"), [("SEQ_CLS", BertForSequenceClassification), ("FEATURE_EXTRACTION", BertModel)]
 )
-def test_adapters_of_other_heads_that_peft_saved_alone_are_measured(
-    tmp_path: Path, task_type: str, adapted: Any
-) -> None:
+def test_adapters_of_other_heads_saved_by_peft_are_measured(tmp_path: Path, task_type: str, adapted: Any) -> None:
     tokenizer = tiny.make_tokenizer(demo.vocabulary())
     sizes: Any = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "base")

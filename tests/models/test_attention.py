@@ -17,25 +17,18 @@ SHAPE = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
 ARCHITECTURES: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "gpt2": ("positions", {}),
-    "gpt_neox": ("positions", {"intermediate_size": 64}),
-    "llama": ("positions", {"intermediate_size": 64}),
-    "qwen2": ("positions", {"intermediate_size": 64}),
+    "gpt2": ("positions", {}), "gpt_neox": ("positions", {"intermediate_size": 64}),
+    "llama": ("positions", {"intermediate_size": 64}), "qwen2": ("positions", {"intermediate_size": 64}),
     "qwen3": ("positions", {"intermediate_size": 64, "head_dim": 8}),
     "mistral": ("positions", {"intermediate_size": 64}),
-    "gemma": ("positions", {"intermediate_size": 64, "head_dim": 8}),
-    "gptj": ("positions", {"rotary_dim": 4}),
-    "phi": ("positions", {"intermediate_size": 64}),
-    "opt": ("mask", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "bert": ("mask", {"intermediate_size": 64}),
-    "distilbert": ("mask", {"hidden_dim": 64}),
+    "gemma": ("positions", {"intermediate_size": 64, "head_dim": 8}), "gptj": ("positions", {"rotary_dim": 4}),
+    "phi": ("positions", {"intermediate_size": 64}), "opt": ("mask", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "bert": ("mask", {"intermediate_size": 64}), "distilbert": ("mask", {"hidden_dim": 64}),
     "albert": ("mask", {"intermediate_size": 64, "embedding_size": 16}),
     "electra": ("mask", {"intermediate_size": 64, "embedding_size": 16}),
-    "modernbert": ("mask", {"intermediate_size": 64, "cls_token_id": 1, "sep_token_id": 1}),
-    "bloom": (None, {}),
-    "roberta": (None, {"intermediate_size": 64}),
-    "mpnet": (None, {"intermediate_size": 64}),
-}
+    "modernbert": ("mask", {"intermediate_size": 64, "cls_token_id": 1, "sep_token_id": 1}), "bloom": (None, {}),
+    "roberta": (None, {"intermediate_size": 64}), "mpnet": (None, {"intermediate_size": 64}),
+}  # fmt: skip
 
 
 def make_small_model(architecture: str, auto_class: Any = AutoModel) -> PreTrainedModel:
@@ -90,13 +83,11 @@ def test_isolation_leaves_no_trace() -> None:
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_cache_prevents_isolation_by_positions() -> None:
-    model = make_small_model("llama")
-    model.config.use_cache = True
-    assert isolation(model) == "mask"
-
-
 def test_isolation_of_other_data_types() -> None:
+    cached = make_small_model("llama")
+    cached.config.use_cache = True
+    assert isolation(cached) == "mask"
+    assert not any(map(accepts_position_ids, (make_small_model("bert"), make_small_model("bloom"))))
     for dtype in (torch.float64, torch.bfloat16):
         assert isolation(make_small_model("llama").to(dtype)) == "positions"
         assert isolation(make_small_model("bert").to(dtype)) == "mask"
@@ -139,11 +130,6 @@ def test_padding_on_either_side_gives_the_logits_of_the_text_alone(architecture:
         if architecture == "gpt2":
             logits_without_positions = model(left_padded, attention_mask=(left_padded != 0).long()).logits
             assert not torch.allclose(logits_without_positions, expected_logits, rtol=1e-3)
-
-
-def test_encoders_and_alibi_get_no_positions() -> None:
-    assert not accepts_position_ids(make_small_model("bert"))
-    assert not accepts_position_ids(make_small_model("bloom"))
 
 
 def test_batches_contain_positions_if_they_are_padded_on_the_left() -> None:

@@ -14,11 +14,9 @@ from datasets import IterableDataset
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.geometry.show import compare_page
 from istar.models.hub import open_dataset_stream
 from istar.texts.corpus import Source, parse_sources
 from tests.embeddings.builders import save_model
-from tests.geometry.collect.test_torchrun import leave_out_the_page
 from tests.mock_hub import MockHub, Repository, serving, set_offline, use
 
 ROWS_PER_FILE = 30_000
@@ -110,48 +108,12 @@ def test_streams_without_texts_are_refused(
     model = save_model(tmp_path / "model")
     for text, message in (
         ("hf://org/web@empty", "error: org/web@empty holds no text; expected at least one line that is not empty"),
-        ("hf://org/web::dev", "error: --text hf://org/web::dev: org/web: the hub did not deliver it (ValueError: Bad"),
         ("hf://org", "error: --text hf://org: there is no hf://org; expected a file or folder of text, or a data set"),
     ):
         assert main(["measure", str(model), "--text", text, "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err.strip()
         assert error.splitlines()[-1].startswith(message)
-    set_offline(True, monkeypatch)
-    assert main(["measure", str(model), "--text", "hf://org/web", "--out", str(tmp_path / "out")]) == 2
-    assert "org/web: a stream is read from the hub, and HF_HUB_OFFLINE" in capsys.readouterr().err
     assert not (tmp_path / "out" / "measures.json").exists()
-
-
-@pytest.mark.slow
-def test_a_stream_is_measured_as_the_same_files(
-    hub: MockHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a large corpus, only the beginning is read."""
-    monkeypatch.setattr(compare_page, "_write", leave_out_the_page)
-    model, repository = save_model(tmp_path / "model"), hub.repositories["datasets/org/web"]
-    (tmp_path / "web").mkdir()
-    for path, content in repository.commits[repository.branches["main"]].items():
-        if "train" in path:
-            (tmp_path / "web" / Path(path).name).write_bytes(content)
-
-    def measure(text: str, *options: str) -> tuple[Any, str]:
-        """Return what `measures.json` contains, and the messages."""
-        out = tmp_path / ("stream" if text.startswith("hf://") else "folder")
-        command = ["measure", str(model), "--text", text, "--out", str(out), "--device", "cpu", "--max-tokens", "300"]
-        assert main([*command, *options]) == 0
-        return json.loads((out / "measures.json").read_text()), capsys.readouterr().err
-
-    shuffled, _ = measure("hf://org/web", "--shuffle-buffer", "50")
-    assert shuffled["settings"]["shuffle_buffer"] == 50
-    assert shuffled["settings"]["texts"] == {"web": "org/web"}
-    assert not any("train-1" in request for request in hub.requests)
-    assert "measured before" in measure("hf://org/web", "--shuffle-buffer", "50")[1]
-    assert measure(str(tmp_path / "web"), "--shuffle-buffer", "50")[0]["sources"] == shuffled["sources"]
-    for options in (["--shuffle-buffer", "50", "--seed", "1"], ["--shuffle-buffer", "60"], []):
-        other, messages = measure("hf://org/web", *options)
-        assert "measured before" not in messages
-        assert other["sources"] != shuffled["sources"]
-    assert "web has 80 tokens, fewer than --max-tokens 300" in measure("hf://org/web::test")[1]
 
 
 def test_a_stream_that_breaks_off_is_one_line() -> None:
@@ -160,8 +122,6 @@ def test_a_stream_that_breaks_off_is_one_line() -> None:
         raise ConnectionError("the line\nis dead")
 
     source = Source("web", Path("org/web"), IterableDataset.from_generator(rows))
-    with pytest.raises(
-        UserError, match=r"^org/web: reading broke off \(ConnectionError: the line is dead\); send the"
-    ) as error:
+    with pytest.raises(UserError, match=r"^org/web: reading broke off \(ConnectionError: the line is dead\)") as error:
         list(source.read_documents())
     assert isinstance(error.value.__cause__, ConnectionError)

@@ -85,24 +85,19 @@ BERT_LAYER, LLAMA_LAYER = "bert.encoder.layer.0.output.dense", "model.layers.1.m
     [
         (build_llama, f"{LLAMA_LAYER}.weight_scale", measure),
         (build_llama, f"{LLAMA_LAYER}.weight_scale", lambda folder: train(folder, "clm")),
-        (build_llama, f"{LLAMA_LAYER}.bias", measure),
-        (build_llama, f"{LLAMA_LAYER}.weight.absmax", measure),
-        (build_llama, "model.norm.bias", measure),
-        (build_llama, "model.norm.masked_bias", measure),
+        (build_llama, f"{LLAMA_LAYER}.bias", measure), (build_llama, f"{LLAMA_LAYER}.weight.absmax", measure),
+        (build_llama, "model.norm.bias", measure), (build_llama, "model.norm.masked_bias", measure),
         (build_llama, "lm_head.bias", lambda folder: train(folder, "clm")),
         (build_llama, "model.embed_tokens.weight_scale_inv", measure),
         (build_llama, "model.embed_tokens.weight_scale_inv", embed),
         (build_llama, "model.embed_tokens.weight.absmax", embed),
-        (build_bert, f"{BERT_LAYER}.lora_A.weight", measure),
-        (build_bert, f"{BERT_LAYER}.weight_scale", train),
+        (build_bert, f"{BERT_LAYER}.lora_A.weight", measure), (build_bert, f"{BERT_LAYER}.weight_scale", train),
         (build_bert, f"{BERT_LAYER}.weight_scale", lambda folder: train(folder, "mlm")),
         (lambda: build_bert("Model"), "encoder.layer.1.attention.self.query.weight_scale", measure),
         (lambda: build_bert("Model"), "encoder.layer.1.attention.self.query.weight_scale", train),
     ],
-)
-def test_further_weights_of_a_layer_are_refused(
-    tmp_path: Path, build: Callable[[], Any], name: str, load: Callable[[Path], Any]
-) -> None:
+)  # fmt: skip
+def test_further_weights(tmp_path: Path, build: Callable[[], Any], name: str, load: Callable[[Path], Any]) -> None:
     with pytest.raises(UserError, match=rf"the checkpoint has {name}\b.*not quantized"):
         load(save(tmp_path / "model", build(), {name: torch.ones(3)}))
 
@@ -128,12 +123,10 @@ def test_a_config_without_the_biases_of_the_file_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "load"),
     [
-        ("bert.encoder.layer.2.output.dense.weight", measure),
-        ("bert.encoder.layer.2.output.dense.weight", train),
-        ("bert.projection.weight", measure),
-        ("bert.embeddings.word_embeddings._weight", measure),
+        ("bert.encoder.layer.2.output.dense.weight", measure), ("bert.encoder.layer.2.output.dense.weight", train),
+        ("bert.projection.weight", measure), ("bert.embeddings.word_embeddings._weight", measure),
     ],
-)
+)  # fmt: skip
 def test_other_weights_that_are_left_out_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, load: Callable[[Path], Any]
 ) -> None:
@@ -142,9 +135,7 @@ def test_other_weights_that_are_left_out_are_named(
     assert message.endswith(f"1 of the checkpoint's weights are not used, e.g. {name}")
 
 
-def test_weights_of_a_replaced_head_and_of_buffers_are_expected(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_a_replaced_head_and_buffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save(
         tmp_path / "model",
         build_bert("ForPreTraining"),
@@ -178,27 +169,15 @@ def test_positions_that_marian_computes_are_not_missing(tmp_path: Path) -> None:
     [
         (lambda: hf.BartForCausalLM(hf.BartConfig(**STACKS)), lambda model: model.model.decoder),
         (lambda: hf.MarianForCausalLM(hf.MarianConfig(**STACKS)), lambda model: model.model.decoder),
-        (
-            lambda: hf.T5EncoderModel(
-                hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=VOCABULARY_SIZE)
-            ),
-            lambda model: model.encoder,
-        ),
+        (lambda: hf.T5EncoderModel(hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,
+                                                vocab_size=VOCABULARY_SIZE)), lambda model: model.encoder),
         # transformers has no class without a head for these configurations.
-        (
-            lambda: hf.TrOCRForCausalLM(
-                hf.TrOCRConfig(**{name: value for name, value in STACKS.items() if "encoder" not in name})
-            ),
-            lambda model: model.model.decoder,
-        ),
-        (
-            lambda: hf.MllamaForCausalLM(
-                hf.MllamaTextConfig(**SHAPE, num_key_value_heads=1, cross_attention_layers=[], pad_token_id=0)
-            ),
-            lambda model: model.model,
-        ),
+        (lambda: hf.TrOCRForCausalLM(hf.TrOCRConfig(**{name: STACKS[name] for name in STACKS if "enc" not in name})),
+         lambda model: model.model.decoder),
+        (lambda: hf.MllamaForCausalLM(hf.MllamaTextConfig(**SHAPE, num_key_value_heads=1, cross_attention_layers=[],
+                                                          pad_token_id=0)), lambda model: model.model),
     ],
-)
+)  # fmt: skip
 def test_a_checkpoint_with_one_stack_of_an_encoder_decoder_is_this_stack(
     tmp_path: Path, build: Callable[[], Any], find_stack: Callable[[Any], Any]
 ) -> None:
@@ -230,13 +209,6 @@ def test_a_missing_output_matrix_is_not_replaced_by_a_random_one(tmp_path: Path)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks 1 of its weights, e\.g\. lm_head\.weight"):
         read_matrix(ModelSource(str(folder)), "output")
-
-
-def test_a_class_with_another_name_for_its_base_model(tmp_path: Path) -> None:
-    shape = {**SHAPE, "intermediate_size_mlp": 24, "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 2}
-    model = hf.Llama4ForCausalLM(hf.Llama4TextConfig(**shape))
-    loaded = measure(save(tmp_path / "model", model))
-    assert torch.equal(loaded.layers[1].self_attn.q_proj.weight, model.model.layers[1].self_attn.q_proj.weight)
 
 
 # ---- configurations and models that are not of text alone

@@ -4,13 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, BertModel
 
-from istar.cli.main import main
 from istar.errors import UserError
-from istar.models import tiny
 from istar.models.saved_checkpoints import ModelArgument, find_checkpoints, find_revisions, parse_models
-from istar.texts import demo
 
 
 def write_model(folder: Path, file_name: str = "config.json", step: int | None = None) -> Path:
@@ -24,9 +20,7 @@ def write_model(folder: Path, file_name: str = "config.json", step: int | None =
 
 @pytest.mark.parametrize("folder", ["lr=0.1/model", "a=b", "exp [old]", "a@b=c", "runs/lr=0.1,wd=0"])
 @pytest.mark.parametrize("label", ["", "x=", "x=y="])
-def test_names_of_folders_are_taken_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, label: str
-) -> None:
+def test_folders_are_taken_as_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, label: str) -> None:
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / folder)
     for name in (folder, str(tmp_path / folder)):
@@ -89,31 +83,3 @@ def test_folders_of_adapters_alone_are_checkpoints(tmp_path: Path) -> None:
         run = write_model(tmp_path / file_name / "model", file_name).parent
         assert ModelArgument("", str(run)).source.name == str(run / "model")
         assert [checkpoint.name for checkpoint in find_checkpoints(str(run))] == [str(run / "model")]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("blank_figures")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-def test_checkpoints_with_adapters_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    peft = pytest.importorskip("peft")
-    tokenizer = tiny.make_tokenizer(demo.vocabulary())
-    config = BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
-    BertModel(config).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    training, text_path = tmp_path / "exp [old]", tmp_path / "text.txt"
-    for step in (2, 4):
-        base = BertModel.from_pretrained(tmp_path / "base")
-        lora = peft.LoraConfig(target_modules=["dense"], init_lora_weights=False)  # random adapters
-        peft.get_peft_model(base, lora).save_pretrained(training / f"checkpoint-{step}")
-        (training / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    text_path.write_text("the cat sees the dog\nthe dog sees the house\n" * 10)
-    options = ["--text", str(text_path), "--device", "cpu", "--json", "--groups", "0"]
-    assert main(["measure", "--checkpoints", str(training), "--out", str(tmp_path / "out"), *options]) == 0
-    rows = json.loads(capsys.readouterr().out)["checkpoints"]
-    score_by_step = {row["step"]: row["isoscore"] for row in rows if row["layer"] == "layer_1"}
-    for step in (2, 4):
-        command = ["measure", str(training / f"checkpoint-{step}"), "--out", str(tmp_path / f"out-{step}"), *options]
-        assert main(command) == 0
-        [layers] = json.loads(capsys.readouterr().out).values()
-        assert [row["isoscore"] for row in layers if row["layer"] == "layer_1"] == [score_by_step[step]]
-    assert len(set(score_by_step.values())) == 2

@@ -68,21 +68,17 @@ def make_byte_tokenizer(adds_prefix_space: bool) -> PreTrainedTokenizerFast:
         (make_tokenizer(make_template(*BERT), models.WordLevel(VOCABULARY, "x")), "A", [CLS], [SEP]),
         (make_tokenizer(processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))), "ACGT", [CLS], [SEP]),
         (make_tokenizer(processors.RobertaProcessing(("[SEP]", SEP), ("[CLS]", CLS))), "ACGT", [CLS], [SEP]),
-        (make_tokenizer(None), "ACGT", [], []),
-        (make_tokenizer(make_template("$A", "$A $B:1")), "ACGT", [], []),
+        (make_tokenizer(None), "ACGT", [], []), (make_tokenizer(make_template("$A", "$A $B:1")), "ACGT", [], []),
         (make_tokenizer(make_template("$A [SEP] [CLS]:2", "$A [SEP] $B:1 [CLS]:2")), "ACGT", [], [SEP, CLS]),
         (make_tokenizer(make_template("[CLS] x A $A A x [SEP]", "$A $B")), "A", [CLS, X, A], [A, X, SEP]),
-        (make_byte_tokenizer(False), "a", [0], []),
-        (make_byte_tokenizer(True), "a", [0], []),
+        (make_byte_tokenizer(False), "a", [0], []), (make_byte_tokenizer(True), "a", [0], []),
         (make_dropping_tokenizer(), "AaC", [CLS], [SEP]),
         (make_llama_tokenizer(add_bos_token=True), "\u0416", [1], []),
         (make_llama_tokenizer(add_bos_token=False, add_eos_token=True), "\u0416", [], [2]),
         (make_llama_tokenizer(add_bos_token=True, add_eos_token=True), "\u0416 \u0416", [1], [2]),
     ],
 )  # fmt: skip
-def test_special_tokens_are_found_without_a_text(
-    tokenizer: Any, text: str, prefix: list[int], suffix: list[int]
-) -> None:
+def test_special_tokens_without_a_text(tokenizer: Any, text: str, prefix: list[int], suffix: list[int]) -> None:
     assert special_tokens.special_tokens(tokenizer) == (prefix, suffix)
     text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer(text)["input_ids"] == [*prefix, *text_ids, *suffix]

@@ -30,11 +30,9 @@ def make_variances() -> Tensor:
 
 
 def compute_stability_scores(
-    batch_sizes: Sequence[int] = BATCH_SIZES,
-    zetas: Sequence[float] = ZETAS,
-    num_draws: int = 3,
+    batch_sizes: Sequence[int] = BATCH_SIZES, zetas: Sequence[float] = ZETAS, num_draws: int = 3,
     num_shrinkage_points: int = 75_000,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """Return mean and standard deviation of the scores of random batches, a row for each line and batch size.
 
     The batches and the shrinkage covariance Sigma_S of `num_shrinkage_points`, more than 768, are sampled independently

@@ -30,15 +30,12 @@ def config(task: str, model: str, reg: Mapping[str, Any], seed: int, **keys: Any
     """Return a resolved config; `keys` are overrides such as `optim__lr=1e-5`."""
     values: dict[str, Any] = {
         "task": {"name": task, "data_dir": None, "limit_train": None, "limit_validation": None, "submission": False},
-        "model": {"name": model, "pretrained": True, "revision": None},
-        "reg": dict(reg),
+        "model": {"name": model, "pretrained": True, "revision": None}, "reg": dict(reg),
         "data": {"batch_size": 32, "eval_batch_size": 64, "cache_dir": None, "num_workers": 0},
         "optim": {"lr": 3e-5, "weight_decay": 0.01, "schedule": "constant", "warmup": 0.0},
         "trainer": {"max_epochs": 3, "accumulate_grad_batches": 2, "devices": 1, "precision": "32-true"},
-        "logger": {"name": "csv"},
-        "run": {"root": "runs", "overwrite": False, "save_model": True},
-        "seed": seed,
-    }
+        "logger": {"name": "csv"}, "run": {"root": "runs", "overwrite": False, "save_model": True}, "seed": seed,
+    }  # fmt: skip
     for key, value in keys.items():
         group, name = key.split("__")
         values[group][name] = value
@@ -46,18 +43,10 @@ def config(task: str, model: str, reg: Mapping[str, Any], seed: int, **keys: Any
 
 
 def record(
-    task: str,
-    model: str,
-    reg: Mapping[str, Any],
-    seed: int,
-    value: float = 0.5,
-    status: str = "finished",
-    name: str | None = None,
-    changes: Mapping[str, Any] | None = None,
-    data: str = "",
-    weights: str | None = None,
+    task: str, model: str, reg: Mapping[str, Any], seed: int, value: float = 0.5, status: str = "finished",
+    name: str | None = None, changes: Mapping[str, Any] | None = None, data: str = "", weights: str | None = None,
     **keys: Any,
-) -> RunRecord:
+) -> RunRecord:  # fmt: skip
     """Return the record of a run with plausible results.
 
     Args:
@@ -92,16 +81,12 @@ def record(
     ]
     refreshes = [1.5, 1.5, 1.5] if reg["name"] == "istar" else []
     values: dict[str, Any] = {
-        "headline": {"metric": metric, "value": value, "epoch": 3},
-        "metrics": metrics,
-        "baseline": {metric: 0.5},
+        "headline": {"metric": metric, "value": value, "epoch": 3}, "metrics": metrics, "baseline": {metric: 0.5},
         "collapsed": {"validation": False},
         "isotropy": {"before": {**after, "union": 0.1}, "after": {**after, "union": after["1"]}, "points": 999},
-        "epochs": epochs,
-        "data": {"train": 100, "validation": {"validation": 50}},
-        "timing": {"total": 60.0 + seed, "shrinkage": refreshes},
-        **(changes or {}),
-    }
+        "epochs": epochs, "data": {"train": 100, "validation": {"validation": 50}},
+        "timing": {"total": 60.0 + seed, "shrinkage": refreshes}, **(changes or {}),
+    }  # fmt: skip
     return RunRecord(name, status, settings, key, **values)
 
 

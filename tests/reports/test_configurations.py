@@ -54,9 +54,7 @@ def test_table1_is_what_pandas_says(prepare: Prepare) -> None:
         assert row["std"] == pytest.approx(scale * best["std"], rel=1e-9, nan_ok=True)
         assert row["seeds"] == best["size"]
         assert row["configurations"] == len(groups)
-    assert [row["metric"] for row in sheet.frame.to_dict("records")] == ["accuracy"] * 3 + ["f1"] * 3 + [
-        "exact_match"
-    ] * 3
+    assert [x["metric"] for x in sheet.frame.to_dict("records")] == ["accuracy"] * 3 + ["f1"] * 3 + ["exact_match"] * 3
 
 
 def test_most_seeds_then_mean(prepare: Prepare) -> None:
@@ -75,12 +73,10 @@ def test_most_seeds_then_mean(prepare: Prepare) -> None:
 def test_the_lowest_loss_is_the_best(prepare: Prepare) -> None:
     """This holds for configurations and for the means of a table; a perplexity is not shown in percent."""
     frame = prepare(
-        record("clm", BERT, BASE, 1, 31.5),
-        record("clm", BERT, istar(-1), 1, 30.25),
-        record("clm", BERT, istar(-3), 1, 29.75),
-        record("clm", BERT, istar(-5), 1, 40.0),
+        record("clm", BERT, BASE, 1, 31.5), record("clm", BERT, istar(-1), 1, 30.25),
+        record("clm", BERT, istar(-3), 1, 29.75), record("clm", BERT, istar(-5), 1, 40.0),
         record("clm", BERT, cosreg(), 1, 33.0),
-    )
+    )  # fmt: skip
     cell = configurations.select_cell(frame, "istar")
     assert set(cell.runs["reg.lambda"]) == {-3.0}
     assert cell.mean_and_std("perplexity").mean == 29.75
@@ -117,27 +113,6 @@ def test_selection_sees_the_values_of_the_choosing_set_alone(prepare: Prepare) -
     assert other_weight == -1
 
 
-def test_what_makes_another_configuration(prepare: Prepare) -> None:
-    """`tests/runs/test_key.py` has all settings."""
-    frame = prepare(
-        record("rte", BERT, BASE, 1),
-        record("rte", BERT, BASE, 2, task__data_dir="elsewhere", data__num_workers=4, run__save_model=False),
-        record("rte", BERT, BASE, 3, optim__lr=1e-5),
-        record("rte", BERT, BASE, 4, model__revision="other"),
-    )
-    hashes = frame.sort_values("seed")["configuration"]
-    assert hashes.duplicated().tolist() == [False, True, False, False]
-
-
-def test_other_data_and_other_weights_are_another_configuration(prepare: Prepare) -> None:
-    frame = prepare(
-        record("rte", BERT, BASE, 1),
-        record("rte", BERT, BASE, 2, data="other"),
-        record("rte", "mine/bert-base-cased", BASE, 3),
-    )
-    assert frame["configuration"].nunique() == 3
-
-
 def test_the_files_of_a_model_count_and_not_its_path(prepare: Prepare) -> None:
     """After new weights were saved to a folder, a run with them used to count as a repetition of the earlier run."""
     frame = prepare(
@@ -161,20 +136,16 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
     frame = prepare(
         record("rte", BERT, istar(), 1, 0.6),
         record("rte", BERT, istar(), 2, 0.5, changes={"collapsed": {"validation": True}}),
-        record("rte", BERT, istar(), 3, status="failed"),
-        record("rte", BERT, istar(-5), 3, status="failed"),
+        record("rte", BERT, istar(), 3, status="failed"), record("rte", BERT, istar(-5), 3, status="failed"),
         record("rte", BERT, istar(-5), 4, 0.99, status="pruned"),
-        record("rte", BERT, istar(-5), 5, status="unfinished"),
-        record("rte", BERT, cosreg(), 5, status="failed"),
-    )
+        record("rte", BERT, istar(-5), 5, status="unfinished"), record("rte", BERT, cosreg(), 5, status="failed"),
+    )  # fmt: skip
     cell = configurations.select_cell(frame, "istar")
     assert (cell.seeds, cell.num_failed, cell.num_pruned) == ([1, 2], 1, 1)
     assert cell.mean_and_std("accuracy").mean == pytest.approx(55)
     cosreg_cell = configurations.select_cell(frame, "cosreg")
     assert (cosreg_cell.runs.empty, cosreg_cell.seeds, cosreg_cell.num_failed) == (True, [], 1)
-    remarks = {
-        row[1].text: row[-1].text for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows
-    }
+    remarks = {x[1].text: x[-1].text for x in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows}
     assert remarks["I-STAR"].startswith("1 collapsed; 1 failed; 1 pruned")
     assert remarks["CosReg"] == "no finished run; 1 failed"
     sheet = paper_tables.build_excluded_runs_sheet(frame, {"x/y": "x/y holds no run"}, "x")
@@ -183,13 +154,10 @@ def test_collapsed_failed_and_pruned_are_told(prepare: Prepare) -> None:
 
 def test_ablations_do_not_fill_table1(prepare: Prepare) -> None:
     frame = prepare(
-        record("rte", BERT, istar(-1), 1, 0.5),
-        record("rte", BERT, istar(-1, layers=[1]), 1, 0.9),
-        record("rte", BERT, cosreg(1), 1, 0.5),
-        record("rte", BERT, cosreg(-1), 1, 0.9),
-        record("rte", BERT, cosreg(1, "all"), 1, 0.9),
-        record("rte", BERT, istar(0.0), 1, 0.4),
-    )
+        record("rte", BERT, istar(-1), 1, 0.5), record("rte", BERT, istar(-1, layers=[1]), 1, 0.9),
+        record("rte", BERT, cosreg(1), 1, 0.5), record("rte", BERT, cosreg(-1), 1, 0.9),
+        record("rte", BERT, cosreg(1, "all"), 1, 0.9), record("rte", BERT, istar(0.0), 1, 0.4),
+    )  # fmt: skip
     means = {cell.family: cell.mean_and_std("accuracy").mean for cell in configurations.select_cells(frame)}
     # A penalty with a weight of 0 counts as Base.
     assert means == {"istar": pytest.approx(50), "cosreg": pytest.approx(50), "base": pytest.approx(40)}
@@ -261,9 +229,7 @@ def test_the_best_mean_is_bold(prepare: Prepare) -> None:
         record("rte", BERT, istar(), 1, 0.612341),
         record("rte", BERT, cosreg(), 1, 0.60),
     )
-    bold = {
-        row[1].text: row[4].bold for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows
-    }
+    bold = {x[1].text: x[4].bold for x in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows}
     assert bold == {"Base": True, "I-STAR": True, "CosReg": False}
 
 
@@ -296,34 +262,6 @@ def test_a_collapsed_cell_is_marked_and_never_bold(prepare: Prepare, changes: di
     assert row[3].text == "50.00 (collapsed)"
 
 
-def test_one_collapsed_seed_does_not_make_a_collapsed_cell(prepare: Prepare) -> None:
-    frame = prepare(
-        record("rte", BERT, istar(), 1, 0.5, changes=CONSTANT),
-        record("rte", BERT, istar(), 2, 0.6),
-        # A single run may have the score of a constant prediction by chance.
-        record("rte", BERT, BASE, 1, 0.5),
-    )
-    rows = {row[1].text: row for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows}
-    assert (rows["I-STAR"][4].text, rows["I-STAR"][4].bold) == ("55.0 ± 7.1", True)
-    assert rows["Base"][4].text == "50.00"
-
-
-@pytest.mark.parametrize(
-    ("value", "form", "text"),
-    [
-        (-0.001, "+.2f", "+0.00"),
-        (0.004, "+.2f", "+0.00"),
-        (-0.01, "+.2f", "-0.01"),
-        (-1e-9, ".4f", "0.0000"),
-        (0, "d", "0"),
-        (None, "g", "-"),
-        (-0.5, "g", "-0.5"),
-    ],
-)
-def test_format_number(value: float | None, form: str, text: str) -> None:
-    assert paper_tables.format_number(value, form) == text
-
-
 def test_costs(prepare: Prepare) -> None:
     frame = prepare(*(record("rte", BERT, istar(), seed) for seed in (1, 2, 3)), record("rte", BERT, BASE, 9))
     refreshes = {folder: [1.0, 2.0] for folder in frame["folder"]}
@@ -345,22 +283,6 @@ def test_totals_do_not_repeat_a_column(prepare: Prepare) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"isotropy": {}},
-        {"isotropy": {"after": {"1": "x", "union": 0.1}}},
-        {"epochs": [{"epoch": 1}]},
-        {"epochs": ["one"]},
-        {"headline": {"metric": None, "value": 0.5, "epoch": 1}},
-        {"metrics": {}},
-    ],
-)
-def test_results_that_are_not_whole(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = save(record("rte", BERT, istar(), 1, changes=changes), tmp_path)
-    assert read_runs(tmp_path).read_errors.keys() == {str(folder)}
-
-
-@pytest.mark.parametrize(
     ("key", "value", "label"),
     [
         ("target", "output_embeddings", "CosReg λ=1 on output embeddings"),
@@ -377,13 +299,6 @@ def test_penalties_of_other_points_are_methods_of_their_own(prepare: Prepare, ke
     assert (cell.num_configurations, cell.first_run["value"]) == (1, 20.0)
 
 
-def test_a_method_is_named_with_its_set_point(prepare: Prepare) -> None:
-    target_reg = istar(10.0, target_score=0.15, side="below")
-    keep_reg = {**cosreg(10.0), "target_score": "keep", "side": "both"}
-    frame = prepare(record("rte", BERT, target_reg, 1), record("rte", BERT, keep_reg, 1))
-    assert set(frame["method"]) == {"I-STAR λ=10 ζ=0.4 target=0.15 side=below", "CosReg λ=10 target=keep"}
-
-
 def test_a_training_is_described_by_its_steps_or_its_epochs(prepare: Prepare) -> None:
     frame = prepare(
         record("rte", BERT, BASE, 1, trainer__max_steps=-1), record("rte", BERT, BASE, 2, trainer__max_steps=600)
@@ -393,3 +308,31 @@ def test_a_training_is_described_by_its_steps_or_its_epochs(prepare: Prepare) ->
     )
     assert ("epochs 3" in by_epochs, "steps" in by_epochs) == (True, False)
     assert ("steps 600" in by_steps, "epochs" in by_steps) == (True, False)
+
+
+def test_one_collapsed_seed_does_not_make_a_collapsed_cell(prepare: Prepare) -> None:
+    frame = prepare(
+        record("rte", BERT, istar(), 1, 0.5, changes=CONSTANT),
+        record("rte", BERT, istar(), 2, 0.6),
+        # A single run may have the score of a constant prediction by chance.
+        record("rte", BERT, BASE, 1, 0.5),
+    )
+    rows = {row[1].text: row for row in paper_tables.build_table1_sheet(configurations.select_cells(frame)).rows}
+    assert (rows["I-STAR"][4].text, rows["I-STAR"][4].bold) == ("55.0 ± 7.1", True)
+    assert rows["Base"][4].text == "50.00"
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [(-0.001, "+.2f", "+0.00"), (0.004, "+.2f", "+0.00"), (-0.01, "+.2f", "-0.01"), (-1e-9, ".4f", "0.0000"),
+     (0, "d", "0"), (None, "g", "-"), (-0.5, "g", "-0.5")],
+)  # fmt: skip
+def test_format_number(value: float | None, form: str, text: str) -> None:
+    assert paper_tables.format_number(value, form) == text
+
+
+def test_a_method_is_named_with_its_set_point(prepare: Prepare) -> None:
+    target_reg = istar(10.0, target_score=0.15, side="below")
+    keep_reg = {**cosreg(10.0), "target_score": "keep", "side": "both"}
+    frame = prepare(record("rte", BERT, target_reg, 1), record("rte", BERT, keep_reg, 1))
+    assert set(frame["method"]) == {"I-STAR λ=10 ζ=0.4 target=0.15 side=below", "CosReg λ=10 target=keep"}

@@ -28,11 +28,8 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
 
     row_by_method = {(row["model"], row["method"]): row for row in sheet.frame.to_dict("records")}
     assert list(row_by_method) == [
-        ("mine", "Base"),
-        ("mine", "I-STAR λ=-3 ζ=0.4"),
-        ("mine", "I-STAR λ=1 ζ=0.4"),
-        ("other", "CosReg λ=1"),
-    ]
+        ("mine", "Base"), ("mine", "I-STAR λ=-3 ζ=0.4"), ("mine", "I-STAR λ=1 ζ=0.4"), ("other", "CosReg λ=1"),
+    ]  # fmt: skip
     row = row_by_method["mine", "I-STAR λ=-3 ζ=0.4"]
     differences = np.array([100 * (istar_scores[seed] - base_scores[seed]) for seed in istar_scores])
     margin = stats.t.ppf(0.975, 4) * stats.sem(differences)
@@ -51,11 +48,8 @@ def test_methods_are_compared_with_base_over_the_same_seeds(tmp_path: Path) -> N
     assert row["p"] == row["p_holm"] == 2 / 2**5
     entry_by_column = dict(zip(sheet.header, sheet.rows[1], strict=True))
     assert [entry_by_column[name].text for name in ("trials", "chosen\non", "p", "p,\nHolm")] == [
-        "2",
-        "validation",
-        "-",
-        "-",
-    ]
+        "2", "validation", "-", "-",
+    ]  # fmt: skip
     assert "for 1 test; 2 entries without a p-value are not among them. m = 1." in sheet.caption
 
 
@@ -73,12 +67,6 @@ def test_sentences_are_in_the_page_and_in_the_files(tmp_path: Path) -> None:
     assert [entry_by_column[name].text for name in ("p", "p,\nHolm")] == ["0.0156", "0.0156"]
     assert entry_by_column["smallest"].text == f"{sheet.frame['smallest_difference'][1]:.2f}"
     assert "at 0.05, Holm's strictest level (0.05 / m)" in sheet.caption
-
-
-def test_no_finished_run(tmp_path: Path) -> None:
-    save(record("rte", "mine", BASE, 1, status="failed"), tmp_path)
-    compared = compare_methods(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
-    assert build_methods_sheet(compared).rows == build_conclusions_sheet(compared).rows == []
 
 
 def test_a_point_for_each_method_in_the_settings_of_the_table(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import stats
 
 from istar.drawing.page_tables import Sheet
-from istar.reports import configurations, report
+from istar.reports import configurations
 from istar.reports.method_comparisons import compare_methods
 from istar.reports.run_frame import read_runs
 from istar.reports.task_averages import build_over_tasks_sheet
@@ -86,12 +85,3 @@ def test_methods_with_other_tasks_seeds_or_budgets_are_left_out(tmp_path: Path) 
     sheet = build_sheet(tmp_path)
     assert list(sheet.frame["method"]) == ["I-STAR λ=-1 ζ=0.4"]
     assert sheet.notes[0].endswith("another budget than Base: CosReg λ=1, I-STAR λ=1 ζ=0.4, I-STAR λ=5 ζ=0.4.")
-
-
-@pytest.mark.slow
-def test_the_page_of_three_tasks(tmp_path: Path) -> None:
-    write_runs(tmp_path / "runs", np.random.default_rng(4).uniform(0.4, 0.8, (3, 4)), tasks=TASKS[:3])
-    report.write_report(tmp_path / "runs", tmp_path / "report")
-    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
-    assert "mine: 3 tasks (rte, cola, stsb)." in page
-    assert list(pd.read_csv(tmp_path / "report" / "tables" / "over_tasks.csv")["tasks"]) == [3] * 3

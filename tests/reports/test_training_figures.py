@@ -34,11 +34,8 @@ def test_lines_are_means_over_the_seeds_of_each_method(tmp_path: Path) -> None:
     [plot] = build_training_plots(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
 
     assert [(panel.model, panel.y_label) for panel in plot.panels] == [
-        ("larger", "training loss"),
-        ("larger", "InterSim"),
-        ("new", "training loss"),
-        ("new", "InterSim"),
-    ]
+        ("larger", "training loss"), ("larger", "InterSim"), ("new", "training loss"), ("new", "InterSim"),
+    ]  # fmt: skip
     loss, inter_sim = plot.panels[2:]
     assert [line.label for line in inter_sim.lines] == ["Base", "I-STAR λ=-1 ζ=0.4"]
     base, penalized = inter_sim.lines

@@ -22,12 +22,9 @@ from tests.finished_runs import make_key
 from tests.reports.synthetic import istar, record, save
 
 SETTINGS = {
-    "task": {"name": "rte"},
-    "model": {"pretrained": True, "config": {}},
-    "reg": {"name": "istar", "lambda": -1.0, "zeta": 0.4},
-    "optim": {"lr": 1e-3},
-    "seed": 1,
-}
+    "task": {"name": "rte"}, "model": {"pretrained": True, "config": {}},
+    "reg": {"name": "istar", "lambda": -1.0, "zeta": 0.4}, "optim": {"lr": 1e-3}, "seed": 1,
+}  # fmt: skip
 KEY = RunKey(SETTINGS, "data", "model")
 
 
@@ -124,9 +121,7 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
-def test_runs_on_other_data_or_with_another_tokenizer_are_no_repetitions(
-    tmp_path: Path, inputs: tuple[dict[str, Any], ...]
-) -> None:
+def test_other_data_or_tokenizers_are_no_repetitions(tmp_path: Path, inputs: tuple[dict[str, Any], ...]) -> None:
     """They are two configurations in the comparison, the results and the report, each with its own label."""
     for number, changes in enumerate(inputs):
         for seed in (1, 2):

@@ -15,21 +15,14 @@ from istar.runs.key import RunKey
 from istar.runs.record import RESULT, RunRecord, read_result, write_predictions, write_result
 
 RECORD = RunRecord(
-    name="demo-tiny-none-0123456789ab",
-    status="finished",
-    config={
-        "task": {"name": "demo"},
-        "model": {"name": "tiny"},
-        "reg": {"name": "none"},
-        "trainer": {"max_epochs": 2},
-        "seed": 1,
-    },
+    name="demo-tiny-none-0123456789ab", status="finished",
+    config={"task": {"name": "demo"}, "model": {"name": "tiny"}, "reg": {"name": "none"},
+            "trainer": {"max_epochs": 2}, "seed": 1},
     key=RunKey({"task": {"name": "demo"}, "model": {}, "reg": {"name": "none"}, "seed": 1}, "data", "tiny@main"),
-    headline={"metric": "accuracy", "value": 0.75, "epoch": 2},
-    metrics={"accuracy": 0.75, "f1": 1 / 3},
+    headline={"metric": "accuracy", "value": 0.75, "epoch": 2}, metrics={"accuracy": 0.75, "f1": 1 / 3},
     isotropy={"before": {"0": 0.1, "union": 0.2}, "after": {"0": 0.3, "union": 0.4}, "points": 12},
     timing={"total": 1.5, "shrinkage": []},
-)
+)  # fmt: skip
 
 
 # ---- writing
@@ -45,41 +38,23 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [RESULT]
 
 
-def test_records_without_the_later_fields_are_read(tmp_path: Path) -> None:
-    fields = ("data_commit", "code_commit", "code_modified", "device", "processes", "cuda", "system")
-    values = {name: value for name, value in asdict(RECORD).items() if name not in fields}
-    (tmp_path / RESULT).write_text(json.dumps(values))
-    assert read_result(tmp_path) == RECORD
-    assert [getattr(RECORD, name) for name in fields] == [None] * len(fields)
-
-
 def test_text_is_utf8_with_plain_line_ends(tmp_path: Path) -> None:
     writing.write_text(tmp_path / "a.txt", "Zürich\r\nλ\n")
     assert (tmp_path / "a.txt").read_bytes() == "Zürich\r\nλ\n".encode()
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("step", ["serialize", "fsync", "replace"])
 def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     write_result(RECORD, tmp_path)
 
     def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    if step == "fsync":
-        monkeypatch.setattr(os, "fsync", fail)
-    else:
-        monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="No space"):
-        write_result(replace(RECORD, status="failed"), tmp_path)
-    monkeypatch.undo()
-    assert read_result(tmp_path) == RECORD
-    assert [path.name for path in tmp_path.iterdir()] == [RESULT]
-
-
-def test_an_unwritable_record_leaves_the_old_file(tmp_path: Path) -> None:
-    write_result(RECORD, tmp_path)
-    with pytest.raises(TypeError):
-        write_result(replace(RECORD, metrics={"accuracy": object()}), tmp_path)  # type: ignore[dict-item]
+    with monkeypatch.context() as patch:
+        patch.setattr(*{"fsync": (os, "fsync"), "replace": (Path, "replace")}.get(step, (os, "unused")), fail, False)
+        metrics: Any = {"accuracy": object() if step == "serialize" else 0.5}
+        with pytest.raises((OSError, TypeError), match=r"No space|not JSON serializable"):
+            write_result(replace(RECORD, status="failed", metrics=metrics), tmp_path)
     assert read_result(tmp_path) == RECORD
     assert [path.name for path in tmp_path.iterdir()] == [RESULT]
 
@@ -105,41 +80,8 @@ def test_predictions_are_json_lines(tmp_path: Path) -> None:
 
 # ---- reading
 
-BROKEN = {
-    "empty": "",
-    "half": '{"name": "x", "sta',
-    "no json": "hello",
-    "a list": "[1, 2]",
-    "null": "null",
-    "foreign keys": '{"loss": 0.3}',
-    "a key too many": json.dumps(asdict(RECORD) | {"colour": "red"}),
-    "a key too few": '{"name": "x", "status": "finished"}',
-}
-
-
-@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_broken_and_foreign_files(tmp_path: Path, text: str) -> None:
-    (tmp_path / RESULT).write_text(text)
-    with pytest.raises(UserError, match=r"not JSON|is not a result") as error:
-        read_result(tmp_path)
-    assert "\n" not in str(error.value)
-    assert str(tmp_path / RESULT) in str(error.value)
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / RESULT).write_bytes(b"\xff\xfe\x00{")
-    with pytest.raises(UserError, match="not UTF-8 text"):
-        read_result(tmp_path)
-
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no result\.json") as error:
         read_result(tmp_path / "nowhere")
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("more", [{}, {"a_key_of_tomorrow": 1}])
-def test_another_format(tmp_path: Path, more: dict[str, int]) -> None:
-    (tmp_path / RESULT).write_text(json.dumps(asdict(RECORD) | {"format": 99} | more))
-    with pytest.raises(UserError, match="has format 99; this version reads 2"):
-        read_result(tmp_path)

@@ -50,60 +50,42 @@ def laughing(levels: int) -> str:
 
 
 RESULTS: dict[str, str | bytes] = {
-    "empty": "",
-    "cut": '{"name": "x", "sta',
-    "not text": b"\xff\xfe\x00{",
-    "deep": "[" * 100_000,
+    "empty": "", "cut": '{"name": "x", "sta', "not text": b"\xff\xfe\x00{", "deep": "[" * 100_000,
     "deep and closed": '{"a":' * 100_000 + "1" + "}" * 100_000,
-    "a little too deep": "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),
-    "a list": "[]",
+    "a little too deep": "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "a list": "[]",
     "half a surrogate pair": changed("error", to="\ud83d"),
     "escape sequence": changed("config", "task", "name", to="\x1b]0;title\x07"),
-    "zeta": changed("config", "reg", "zeta", to="x"),
-    "huge lambda": changed("config", "reg", "lambda", to=10**400),
+    "zeta": changed("config", "reg", "zeta", to="x"), "huge lambda": changed("config", "reg", "lambda", to=10**400),
     "huge value": changed("headline", "value", to=10**400),
     "huge batch": changed("config", "data", "batch_size", to=10**400),
     "no task": changed("config", "task", "name", to=None),
-    "no lambda": changed("config", "reg", to={"name": "istar"}),
-    "config": changed("config", to=[]),
-    "status": changed("status", to=[]),
-    "seed": changed("config", "seed", to="one"),
-    "negative seed": changed("config", "seed", to=-1),
-    "metrics": changed("metrics", to=None),
-    "metric": changed("metrics", "accuracy", to="high"),
-    "headline": changed("headline", to={}),
+    "no lambda": changed("config", "reg", to={"name": "istar"}), "config": changed("config", to=[]),
+    "status": changed("status", to=[]), "seed": changed("config", "seed", to="one"),
+    "negative seed": changed("config", "seed", to=-1), "metrics": changed("metrics", to=None),
+    "metric": changed("metrics", "accuracy", to="high"), "headline": changed("headline", to={}),
     "foreign headline": changed("headline", "metric", to="loudness"),
     "isotropy": changed("isotropy", "after", to={"union": 1.0, "last": 0.5}),
     "isotropy before": changed("isotropy", "before", to={"union": 1.0}),
-    "timing": changed("timing", "total", to="long"),
-    "epochs": changed("epochs", to=[1]),
-    "format": changed("format", to=99),
-    "no key": changed("key", to=None),
+    "timing": changed("timing", "total", to="long"), "epochs": changed("epochs", to=[1]),
+    "format": changed("format", to=99), "no key": changed("key", to=None),
     "no data in the key": changed("key", "data", to=None),
     "key without model": changed("key", "settings", "model", to="bert"),
     "zeta in the key": changed("key", "settings", "reg", "zeta", to="x"),
     "no lambda in the key": changed("key", "settings", "reg", to={"name": "istar"}),
     "unknown field": changed("colour", to="red"),
-}
+}  # fmt: skip
 CONFIGS: dict[str, str | bytes] = {
-    "empty": "",
-    "cut": "task: {name: rte",
-    "not text": b"\xff\xfe\x00{",
-    "deep": "[" * 100_000,
-    "deep mappings": "{a: " * 100_000,
-    "deep lists in a line": "- " * 100_000,
-    "recursive": "task: &a [*a]",
+    "empty": "", "cut": "task: {name: rte", "not text": b"\xff\xfe\x00{", "deep": "[" * 100_000,
+    "deep mappings": "{a: " * 100_000, "deep lists in a line": "- " * 100_000, "recursive": "task: &a [*a]",
     "laughing": laughing(12),
     "date": changed("config", to=1).replace('"config": 1', "config: 2001-01-01") + "\nseed: 2001-01-01",
-    "impossible date": "seed: 2001-99-99",
-    "tag": "seed: !!python/object/apply:os.system [exit]",
+    "impossible date": "seed: 2001-99-99", "tag": "seed: !!python/object/apply:os.system [exit]",
     "zeta": changed("reg", "zeta", to="x", unfinished=True),
     "huge": changed("reg", "lambda", to=10**400, unfinished=True),
     "no task": changed("task", "name", to=None, unfinished=True),
     "no lambda": changed("reg", to={"name": "istar"}, unfinished=True),
-    "no trainer": changed("trainer", to={}, unfinished=True),
-    "a list": "[]",
-}
+    "no trainer": changed("trainer", to={}, unfinished=True), "a list": "[]",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -152,23 +134,19 @@ def lines_about(folders: list[Path], caplog: pytest.LogCaptureFixture) -> list[s
     return messages
 
 
-def test_results(root: Path, caplog: Any, capsys: Any) -> None:
-    assert main(["results", str(root), "--out", str(root.parent / "runs.parquet")]) == 0
+@pytest.mark.parametrize("command", ["results", "power --runs", "report"])
+def test_every_command_shows_the_other_runs(root: Path, caplog: Any, capsys: Any, command: str) -> None:
+    out = {"results": root.parent / "runs.parquet", "report": root.parent / "report"}.get(command)
+    assert main([*command.split(), str(root), *(["--out", str(out)] if out else [])]) == 0
     lines_about(bad_folders(root), caplog)
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 4
-
-
-def test_power(root: Path, caplog: Any, capsys: Any) -> None:
-    assert main(["power", "--runs", str(root)]) == 0
-    lines_about(bad_folders(root), caplog)
-    assert "I-STAR" in capsys.readouterr().out
-
-
-def test_report(root: Path, caplog: Any, tmp_path: Path) -> None:
-    assert main(["report", str(root), "--out", str(tmp_path / "report")]) == 0
-    lines_about(bad_folders(root), caplog)
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert all(folder.name in page for folder in bad_folders(root))
+    output = capsys.readouterr().out
+    if command == "results":
+        assert len(output.splitlines()) == 1 + 4
+    elif out is None:
+        assert "I-STAR" in output
+    else:
+        page = (out / "index.html").read_text()
+        assert all(folder.name in page for folder in bad_folders(root))
 
 
 def test_the_cost_of_a_sweep(root: Path, caplog: Any) -> None:
@@ -201,12 +179,8 @@ def test_checkpoints_of_a_run(root: Path, caplog: Any) -> None:
 
 BAD_GEOMETRIES = ["[" * 100_000, "{}", '{"examples": 1, "mean_activation": ["x"], "two_nn": []}', '{"examples": 1e400}']
 BAD_METRICS = [
-    "",
-    "step,geometry/layer_x/isoscore\n1,2\n",
-    "step,geometry/layer_1/isoscore\none,two\n",
-    "a\0b\n\0",
-    '"',
-]
+    "", "step,geometry/layer_x/isoscore\n1,2\n", "step,geometry/layer_1/isoscore\none,two\n", "a\0b\n\0", '"',
+]  # fmt: skip
 
 
 def test_files_beside_the_result(tmp_path: Path) -> None:
@@ -227,18 +201,12 @@ def test_files_beside_the_result(tmp_path: Path) -> None:
 STATE = live_table.SweepState("good-123456", "train.py -m", "runs", 1, seen=0.0)
 ENTRY = live_table.SweepEntry("run", ("seed=1",), "rte", "bert", "I-STAR", 1, "I-STAR", "c1")
 SWEEPS: dict[str, dict[str, Any] | str] = {
-    "no jobs": {"jobs": 0},
-    "jobs": {"jobs": "two"},
-    "entries": {"entries": [1]},
+    "no jobs": {"jobs": 0}, "jobs": {"jobs": "two"}, "entries": {"entries": [1]},
     "progress": {"entries": [{**asdict(ENTRY), "progress": [1]}]},
     "status": {"entries": [{**asdict(ENTRY), "status": []}]},
-    "method": {"entries": [{**asdict(ENTRY), "method": None}]},
-    "seen": {"seen": "yesterday"},
-    "expected": {"expected": 10**400},
-    "format": {"format": 99},
-    "deep": "[" * 100_000,
-    "a list": "[]",
-}
+    "method": {"entries": [{**asdict(ENTRY), "method": None}]}, "seen": {"seen": "yesterday"},
+    "expected": {"expected": 10**400}, "format": {"format": 99}, "deep": "[" * 100_000, "a list": "[]",
+}  # fmt: skip
 
 
 def test_watch(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,9 +135,7 @@ def test_packed_blocks_hold_all_tokens_in_their_order(make_tokenizer: MakeTokeni
     assert all(len(block.tokens) == len(block.is_special) for block in blocks)
     assert sum(block.num_text_tokens for block in blocks) == expected_is_special.count(False)
     if tokenizer.cls_token_id is not None:
-        assert {(block.tokens[0], block.tokens[-1]) for block in blocks} == {
-            (tokenizer.cls_token_id, tokenizer.sep_token_id)
-        }
+        assert {(b.tokens[0], b.tokens[-1]) for b in blocks} == {(tokenizer.cls_token_id, tokenizer.sep_token_id)}
         assert all(block.is_special[0] and block.is_special[-1] for block in blocks)
         blocks = [Block(block.tokens[1:-1], block.is_special[1:-1]) for block in blocks]
     assert list(itertools.chain.from_iterable(block.tokens for block in blocks)) == expected_tokens
@@ -154,9 +152,7 @@ def test_separate_documents_share_no_block(make_tokenizer: MakeTokenizer, length
         ids_read: list[int] = []
         while len(ids_read) < len(ids):
             block = next(blocks)
-            text_ids = [
-                token for token, is_special in zip(block.tokens, block.is_special, strict=True) if not is_special
-            ]
+            text_ids = [id_ for id_, is_special in zip(block.tokens, block.is_special, strict=True) if not is_special]
             has_special_tokens = tokenizer.cls_token_id is not None
             assert block.tokens == (
                 [tokenizer.cls_token_id, *text_ids, tokenizer.sep_token_id] if has_special_tokens else text_ids
@@ -167,24 +163,13 @@ def test_separate_documents_share_no_block(make_tokenizer: MakeTokenizer, length
     assert next(blocks, None) is None
 
 
-def test_the_pieces_of_a_document_and_the_runs_of_packed_blocks_have_one_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pieces_of_a_document_and_runs_of_packed_blocks_have_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [len(bert()(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
     expected = [index for index, length in enumerate(lengths) for _ in range(math.ceil(length / 5))]
     assert [block.document_index for block in Blocks(bert(), 7)(TEXTS)] == expected
     monkeypatch.setattr(corpus, "RUN_LENGTH", 3)
     packed_indices = [block.document_index for block in Blocks(bert(), 7, "packed")(TEXTS)]
     assert packed_indices == [index // 3 for index in range(len(packed_indices))]
-
-
-def test_documents_without_tokens_make_no_block() -> None:
-    assert [block.num_text_tokens for block in Blocks(bert(), 8)(["", "a", "\u200b"])] == [1]
-
-
-def test_a_separator_in_the_text_is_no_special_token() -> None:
-    [block] = Blocks(gpt(), 8)(["<end>"])
-    assert block.is_special == [False]
 
 
 def test_windows_are_sorted_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +196,9 @@ def test_the_default_size_of_batches_depends_on_the_device() -> None:
         assert len(next(batches)) == num_blocks
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_odd_texts_and_wrong_arguments() -> None:
+    assert [block.num_text_tokens for block in Blocks(bert(), 8)(["", "a", "\u200b"])] == [1]
+    assert [block.is_special for block in Blocks(gpt(), 8)(["<end>"])] == [[False]]
     with pytest.raises(UserError, match=r"a block of 2 tokens has no room"):
         Blocks(bert(), 2)
     with pytest.raises(UserError, match=r"documents is 'joined'; expected one of separate, packed"):

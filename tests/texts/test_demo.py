@@ -15,9 +15,7 @@ from istar.runs.tasks import TASKS, TaskSpec
 from istar.texts import demo
 
 NAMES = ["demo", "demo_sentence", "demo_regression", "demo_span"]
-SPLITS = [
-    (name, split) for name in NAMES for split in ("train", "validation", "test") if split != "test" or TASKS[name].test
-]
+SPLITS = [(name, split) for name in NAMES for split in demo.SIZES if split != "test" or TASKS[name].test]
 
 
 def _read_texts(data: Dataset, spec: TaskSpec) -> list[tuple[str, ...]]:
@@ -29,9 +27,7 @@ def _compute_accuracy(*columns: str) -> float:
     splits = demo.generate("demo", "train"), demo.generate("demo", "validation")
     train, validation = ([tuple(row[column] for column in columns) for row in data] for data in splits)
     # A number before each word keeps the two sentences apart.
-    vectorizer = CountVectorizer(
-        analyzer=lambda row: [f"{i}{word}" for i, text in enumerate(row) for word in text.split()]
-    )
+    vectorizer = CountVectorizer(analyzer=lambda row: [f"{i}{w}" for i, text in enumerate(row) for w in text.split()])
     model = LogisticRegression(max_iter=500).fit(
         vectorizer.fit_transform(train), demo.generate("demo", "train")["label"]
     )
@@ -85,12 +81,6 @@ def test_words_alone_do_not_give_the_label_away() -> None:
     assert _compute_accuracy("sentence1", "sentence2") < 0.67
 
 
-def test_regression_covers_its_range() -> None:
-    labels = list(demo.generate("demo_regression", "train")["label"])
-    assert (min(labels), max(labels)) == (0.0, 5.0)
-    assert any(label % 1 for label in labels)
-
-
 def test_answers_are_where_they_are_said_to_be() -> None:
     num_with_several_answers = 0
     for split in ("train", "validation"):
@@ -113,6 +103,12 @@ def test_vocabulary_covers_every_text() -> None:
     texts = "\n".join(text for row in rows for text in row)
     assert set(re.findall(r"\w+", texts.lower())) == set(words)
     assert "{" not in texts
+
+
+def test_regression_covers_its_range() -> None:
+    labels = list(demo.generate("demo_regression", "train")["label"])
+    assert (min(labels), max(labels)) == (0.0, 5.0)
+    assert any(label % 1 for label in labels)
 
 
 def test_sentences_read_as_sentences() -> None:

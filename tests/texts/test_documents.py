@@ -215,9 +215,7 @@ def test_suffix_decides_which_reader_and_case_does_not_matter(tmp_path: Path, na
 @pytest.mark.parametrize("name", ["a.html", "a.gz", "a.pt", "a.docx", "a.xml", "a.2024"])
 def test_files_of_other_kinds_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("words")
-    assert re.search(
-        rf"{name}: .*\.{name[2:]} are not read as text; expected .*\.txt, .*\.csv", get_read_error(tmp_path / name)
-    )
+    assert re.search(rf"{name}: .*\.{name[2:]} are not read as text; expected .*\.txt", get_read_error(tmp_path / name))
 
 
 def test_content_that_is_no_text_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -272,8 +270,6 @@ def get_read_error(path: Path) -> str:
 
 
 def test_what_holds_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("Fu\u00dfball".encode("utf-16"))
-    assert "a.txt, line 1: not UTF-8" in get_read_error(tmp_path / "a.txt")
     assert "cannot be read" in get_read_error(tmp_path / "nowhere.txt")
     (tmp_path / "a.parquet").write_text("text")
     assert "not a readable Parquet file" in get_read_error(tmp_path / "a.parquet")

@@ -31,9 +31,7 @@ def test_only_texts_of_other_letters_are_refused(tmp_path: Path, model: Any) -> 
     tokenizer = pretrained.load_tokenizer(ModelSource(str(tmp_path)))
     [block] = Blocks(tokenizer, 8)(["ACGT"])
     datasets = [Dataset.from_dict({"sentence": [text], "label": [1]}) for text in ("ACGT", "ACNT")]
-    features = [
-        partial(featurize, TASKS["sst2"], rows, tokenizer, 8, training=True, cache_dir=None) for rows in datasets
-    ]
+    features = [partial(featurize, TASKS["sst2"], x, tokenizer, 8, training=True, cache_dir=None) for x in datasets]
     assert block.tokens == features[0]()[0]["input_ids"] == [CLS, A, C, G, T, SEP]
     for read in (lambda: list(Blocks(tokenizer, 8)(["ACGT", "ACNT"])), features[1]):
         with pytest.raises(UserError, match=r"no token for a part of the text: .*vocabulary"):

@@ -2,12 +2,15 @@
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from istar.finetune.config import Config
+from istar.finetune.config import Config, ModelConfig
+from istar.finetune.execute.build_config import build_config
+from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.runs.record import RunRecord
+from istar.runs.tasks import TaskSpec
 
 Build = Callable[..., Config]
 DEMOS = ("demo", "demo_regression", "demo_span")
@@ -17,6 +20,12 @@ TINY = ("model=tiny",)
 def place(config: Config, record: RunRecord) -> Path:
     """Return the folder of a run."""
     return Path(config.run.root) / record.name
+
+
+def build(config: ModelConfig, spec: TaskSpec, texts: Sequence[str] | None = None) -> tuple[Any, Any]:
+    """Return the model and the tokenizer with which a training begins."""
+    tokenizer = build_tokenizer(config, texts)
+    return build_model(config, spec, build_config(config, spec, tokenizer), tokenizer), tokenizer
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -20,19 +20,8 @@ from istar.finetune.training import wandb_logger
 from istar.models.hub import request_status
 from istar.runs.record import RunRecord
 from tests.finetune.execute.artifacts import place
-from tests.finetune.execute.faults import (
-    EPOCHS,
-    Build,
-    only_folder,
-)
+from tests.finetune.execute.faults import EPOCHS, Build, only_folder
 from tests.waiting import SECONDS
-
-
-def run_without_picture(config: Config) -> RunRecord:
-    """Execute a run whose picture is blank, as the fixture `small` of tests/conftest.py leaves it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("istar.finetune.execute.recording.render", lambda plot, formats: dict.fromkeys(formats, b""))
-        return run(config)
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +30,7 @@ def undisturbed_run(composed: Build, tmp_path_factory: pytest.TempPathFactory) -
     overrides = ("task.limit_validation=16", "trainer.accumulate_grad_batches=1", "trainer.log_every_n_steps=1",
               "trainer.progress_bar=false", "trainer.accelerator=cpu", "run.isotropy_zeta=null")  # fmt: skip
     config = composed(*overrides, *EPOCHS, f"run.root={tmp_path_factory.mktemp('undisturbed')}")
-    run_without_picture(config)
+    run(config)
     return only_folder(config)
 
 
@@ -57,19 +46,12 @@ def cached_run(
         overrides = tuple(override for override in overrides if override != "task=demo")
         if overrides not in runs:
             config = composed(
-                "task.limit_train=48",
-                "task.limit_validation=24",
-                "data.batch_size=8",
-                "data.eval_batch_size=5",
-                "trainer.max_epochs=2",
-                "trainer.log_every_n_steps=1",
-                "trainer.progress_bar=false",
-                "trainer.accelerator=cpu",
-                "run.isotropy_zeta=null",
-                f"run.root={tmp_path_factory.mktemp('done')}",
+                "task.limit_train=48", "task.limit_validation=24", "data.batch_size=8", "data.eval_batch_size=5",
+                "trainer.max_epochs=2", "trainer.log_every_n_steps=1", "trainer.progress_bar=false",
+                "trainer.accelerator=cpu", "run.isotropy_zeta=null", f"run.root={tmp_path_factory.mktemp('done')}",
                 *overrides,
-            )
-            record = run_without_picture(config)
+            )  # fmt: skip
+            record = run(config)
             runs[overrides] = (config, record, place(config, record))
         return runs[overrides]
 
@@ -99,11 +81,9 @@ class Server:
                 index = len(recorder.requests)
                 recorder.requests.append(f"{self.command} {self.path}")
                 data = next((data for name, data in (data_by_content or {}).items() if name in content), None)
-                answer_status = (
-                    200 if data is not None else first_statuses[index] if index < len(first_statuses) else status
-                )
+                code = 200 if data is not None else first_statuses[index] if index < len(first_statuses) else status
                 body = b"" if self.command == "HEAD" else json.dumps({"data": data}).encode()
-                self.send_response(answer_status)
+                self.send_response(code)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -171,12 +151,9 @@ def wandb_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     environment = {
-        "WANDB_API_KEY": "0123456789" * 4,
-        "WANDB_SILENT": "true",
-        "WANDB_CONFIG_DIR": str(tmp_path / "wandb_config"),
-        "WANDB_CACHE_DIR": str(tmp_path / "wandb_cache"),
-        "NETRC": str(tmp_path / "netrc"),
-    }
+        "WANDB_API_KEY": "0123456789" * 4, "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": str(tmp_path / "wandb_config"),
+        "WANDB_CACHE_DIR": str(tmp_path / "wandb_cache"), "NETRC": str(tmp_path / "netrc"),
+    }  # fmt: skip
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     # A server that answers is never given up on a slow machine.

@@ -70,6 +70,26 @@ def break_at(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) 
     return lambda: monkeypatch.setattr(FineTuner, "training_step", original_step)
 
 
+def interrupt_and_resume(config: Config, patch: pytest.MonkeyPatch, owner: Any, name: str, counts: list[int]) -> None:
+    """Stop a run at these calls of a function, counted from each start, and resume it each time."""
+    original = getattr(owner, name)
+    for count in counts:
+        calls = 0
+
+        def interrupt_at_count(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == count:  # noqa: B023
+                raise Broken
+            return original(*arguments, **options)
+
+        with patch.context() as context:
+            context.setattr(owner, name, interrupt_at_count)
+            with pytest.raises(Broken):
+                run(config)
+    run(config)
+
+
 def assert_whole(folder: Path) -> None:
     """Assert that no file in a run's folder is half written."""
     drafts = [path for path in folder.rglob("*") if DRAFT.fullmatch(path.name)]

@@ -1,23 +1,15 @@
 """Bad inputs are refused with one line that says what is wrong, and leave no files behind; odd ones work."""
 
 import functools
-import gzip
-import io
 import json
-import logging
 import os
-import runpy
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification
@@ -31,49 +23,11 @@ from tests.permissions import ignores_permissions
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SMALL = (
-    "task.limit_train=8",
-    "task.limit_validation=4",
-    "data.batch_size=8",
-    "trainer.max_epochs=1",
-    "trainer.accumulate_grad_batches=1",
-    "trainer.progress_bar=false",
-    "trainer.accelerator=cpu",
-)
+    "task.limit_train=8", "task.limit_validation=4", "data.batch_size=8", "trainer.max_epochs=1",
+    "trainer.accumulate_grad_batches=1", "trainer.progress_bar=false", "trainer.accelerator=cpu",
+)  # fmt: skip
 Prepare = Callable[[Path], object]
 Change = Callable[[Path], object]
-Train = Callable[[str], tuple[int, str, str]]
-
-
-@pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Train:
-    """Return a function that runs `python train.py <arguments>` in `tmp_path`: exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # train.py sets it; set here, it is restored after the test
-    # Hydra adds its handler to this copy of the list instead of the one that pytest uses.
-    monkeypatch.setattr(logging.root, "handlers", list(logging.root.handlers))
-    monkeypatch.setattr(logging.root, "level", logging.root.level)
-    # Handlers that the libraries created on import write to the stderr of that time.
-    for logger in list(logging.root.manager.loggerDict.values()):
-        for handler in getattr(logger, "handlers", ()):
-            if type(handler) is logging.StreamHandler:
-                monkeypatch.setattr(handler, "stream", sys.stderr)
-
-    def run_train(arguments: str) -> tuple[int, str, str]:
-        script = str(REPOSITORY / "train.py")
-        monkeypatch.setattr(sys, "argv", [script, *SMALL, *arguments.split()])
-        GlobalHydra.instance().clear()
-        capfd.readouterr()
-        code: Any = 0
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as exit_error:
-            code = exit_error.code
-        finally:
-            GlobalHydra.instance().clear()
-        return code, *capfd.readouterr()
-
-    return run_train
 
 
 def read_files(folder: Path) -> dict[str, bytes | None]:
@@ -130,17 +84,9 @@ def sts(*scores: object) -> str:
 
 def table(**columns: Any) -> dict[str, list[Any]]:
     return {
-        "sentence1": [f"The lamp {n}" for n in range(8)],
-        "sentence2": ["It is old ."] * 8,
-        "label": [0, 1] * 4,
+        "sentence1": [f"The lamp {n}" for n in range(8)], "sentence2": ["It is old ."] * 8, "label": [0, 1] * 4,
         **columns,
-    }
-
-
-def parquet(**columns: Any) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.table(table(**columns)), file)
-    return file.getvalue()
+    }  # fmt: skip
 
 
 def jsonl(**columns: Any) -> str:
@@ -220,15 +166,6 @@ def with_weights(convert: Callable[[str, torch.Tensor], torch.Tensor | None]) ->
     return change
 
 
-def cut(name: str, size: int) -> Change:
-    """Return a function that truncates a file to this many bytes."""
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
-
-
-def a_larger_vocabulary(folder: Path) -> None:
-    tiny.make_tokenizer([*demo.vocabulary(), "foreign", "words"]).save_pretrained(folder)
-
-
 def an_id_beyond_the_embedding(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["lamp"] = 5000
@@ -239,21 +176,10 @@ CODE_RAN = "ran"
 """The file that code from the model would create next to the model's folder."""
 
 
-class RunsCode:
-    """An object that creates the file CODE_RAN when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path(CODE_RAN),)
-
-
-def a_pickle(dump: Callable[[Any, Path], object]) -> Change:
-    return lambda folder: ((folder / "model.safetensors").unlink(), dump(RunsCode(), folder / "pytorch_model.bin"))
-
-
-def code_of_its_own(*, model_type: str) -> Change:
+def code_of_its_own() -> Change:
     def change(folder: Path) -> None:
         class_names = {"AutoConfig": "own.Own", "AutoModelForSequenceClassification": "own.Own"}
-        with_settings(model_type=model_type, auto_map=class_names | {"AutoTokenizer": ["own.Own", "own.Own"]})(folder)
+        with_settings(auto_map=class_names | {"AutoTokenizer": ["own.Own", "own.Own"]})(folder)
         with_settings("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]})(folder)
         (folder / "own.py").write_text(f"open({str(folder.with_name(CODE_RAN))!r}, 'w')\nclass Own: pass\n")
 
@@ -294,38 +220,22 @@ DATA = [
     # encodings
     case(RTE, "data/dev.tsv, line 1: not UTF-8 text: it holds null bytes",
         put(train_tsv=rte(8), dev_tsv=rte(4).encode("utf-16-le")), id="utf-16 without a mark"),
-    case(RTE, "data/dev.tsv, line 1: not UTF-8: byte 2 is 0x8b",
-        put(train_tsv=rte(8), dev_tsv=gzip.compress(rte(4).encode())), id="gzip by another name"),
-    # columns and rows
-    case(RTE, "1 of 9 rows do not have 4 fields, the first on line 10", put_tsv(rte(4), train=rte(8) + "9\tA lamp\n"),
-        id="a short row"),
-    case(RTE, "data/dev.parquet, row 1: sentence2 is not a text but 3",
-        put(train_parquet=parquet(), dev_parquet=parquet(sentence2=[3] * 8)), id="numbers for texts"),
     case(RTE, "data/dev.json: not JSON", put(train_jsonl=jsonl(), dev_json="[" * 100_000), id="deep JSON"),
     case(RTE, "data/dev.jsonl, line 8: not JSON",
         put(train_jsonl=jsonl(), dev_jsonl=jsonl()[:-3] + "1" * 5000 + "}"), id="endless digits"),
-    case(RTE, "data/dev.json: column 'sentence1', which task rte needs, is missing; found: 'data'",
-        put(train_jsonl=jsonl(), dev_json='{"data": []}'), id="another JSON"),
-    # labels
-    case(RTE, "data/dev.parquet, row 2: label None is none of task rte's",
-        put(train_parquet=parquet(), dev_parquet=parquet(label=[0, None] * 4)), id="a null label"),
-    case(STSB, "data/dev.tsv, line 4: label '1e400' is not a finite number",
-        put_tsv(sts(1, 2, "1e400"), sts(1, 2, 3)), id="score 1e400"),
     case(STSB, "data/dev.jsonl, line 8: not JSON: a number of",
         put(train_jsonl=jsonl(), dev_jsonl=jsonl()[:-3] + "1" * 400 + "}"), id="a score beyond all floats"),
     # SQuAD
     case(SQUAD, "question q1: the answer 'Anna' is not at character 3000",
         put(train_v1_1_json=squad(ANNA, ("Anna", 3000)), dev_v1_1_json=squad(ANNA)), id="answer behind the context"),
     *(case(SQUAD, "row 2: answers is", put(train_v1_1_json=squad(ANNA), dev_v1_1_json=squad(ANNA, ("Anna", start))),
-          id=f"answer at {start!r}") for start in (-1, "0", 10**30)),
+          id=f"answer at {start!r}") for start in (-1, 10**30)),
 ]  # fmt: skip
 
 MODELS = [
     case("model=auto model.name=model", "model model is a file", a_file_at("model"), id="a file for a folder"),
-    case("model=auto model.name=nobody/bert", "not in the local cache", id="not on this machine"),
     case(f"model=auto model.name={'x' * 300}", "model xxx", id="too long a name"),
     case(MODEL, "has no vocabulary", model(without("tokenizer.json")), id="no tokenizer"),
-    case(MODEL, "model/tokenizer.json: not JSON", model(cut("tokenizer.json", 400)), id="half a tokenizer"),
     case(MODEL, "model/config.json: a JSON object was expected", model(with_text("config.json", "[]")),
         id="a list as config"),
     case(MODEL, "Field 'hidden_size' expected int", model(with_settings(hidden_size="big")), id="a word as size"),
@@ -342,9 +252,6 @@ MODELS = [
     case(MODEL, "has no padding token", model(with_settings("tokenizer_config.json", pad_token=None)),
         id="no padding token"),
     case(MODEL, "accepts at most 6 tokens", model(max_position_embeddings=6), id="too few positions"),
-    case(MODEL, "needs code from its repository", model(code_of_its_own(model_type="own")), id="code of its own"),
-    case(MODEL, "its pickled weights hold more than tensors", model(a_pickle(torch.save)),
-        id="pickled code in torch's file"),
     case(MODEL, "model.safetensors", model(lambda folder: (without("model.safetensors")(folder),
         (folder / "model.safetensors").mkdir())),
         id="a folder for weights"),
@@ -367,28 +274,6 @@ def test_refused_in_one_line(
     assert read_files(tmp_path) == files_before
 
 
-TO_TRAIN_PY = [
-    case("hydra/launcher=jobs", "hydra/launcher=jobs: there is no such option"),
-    case(RTE, "data/dev.tsv, line 6: not UTF-8: byte 5 is 0xef",
-        put(train_tsv=rte(8), dev_tsv=f"{rte(4)}9\tnaïve\tnaïve\tentailment\n".encode("latin-1")), id="data"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "message", "prepare"), TO_TRAIN_PY)
-def test_train_py_prints_one_line(train: Train, tmp_path: Path, arguments: str, message: str, prepare: Prepare) -> None:
-    prepare(tmp_path)
-    files_before = read_files(tmp_path)
-    code, stdout, stderr = train(arguments)
-    assert code == 2
-    [line] = stderr.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-    # stdout may have a warning that the splits overlap, but nothing of a training.
-    assert "IsoScore" not in stdout
-    assert "Traceback" not in stdout
-    assert read_files(tmp_path) == files_before
-
-
 # ---- unusual inputs that work
 
 ODD = [
@@ -402,7 +287,7 @@ ODD = [
         id="empty texts, and no place for a cache"),
     case(RTE, "1 of 200 rows do not have 4 fields", put_tsv(rte(4), train=rte(199) + "A lamp\n"),
         id="one short row of many", marks=pytest.mark.slow),
-    case(MODEL, "", model(code_of_its_own(model_type="bert")), id="code that is not needed"),
+    case(MODEL, "", model(code_of_its_own()), id="code that is not needed"),
 ]  # fmt: skip
 
 

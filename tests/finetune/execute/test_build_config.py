@@ -24,7 +24,7 @@ from transformers import (
 from istar.errors import UserError
 from istar.finetune.config import Config, ModelConfig
 from istar.finetune.execute.build_config import build_config, make_config, override_config
-from istar.finetune.execute.build_model import build_model, build_tokenizer
+from istar.finetune.execute.build_model import build_tokenizer
 from istar.finetune.execute.identify import identify_model
 from istar.finetune.execute.run import run
 from istar.models import pretrained, tiny
@@ -32,6 +32,7 @@ from istar.models.architectures import find_max_input_length, is_decoder
 from istar.models.model_source import ModelSource
 from istar.runs.tasks import TASKS
 from istar.texts import demo
+from tests.finetune.execute.artifacts import build
 from tests.finetune.execute.faults import warnings_in
 
 CLM = replace(TASKS["demo_sentence"], name="clm", kind="causal_lm", labels=())
@@ -51,19 +52,7 @@ def make_new_config(architecture: str, **settings: Any) -> ModelConfig:
 
 
 def load(config: ModelConfig, spec: Any) -> tuple[Any, Any]:
-    tokenizer = build_tokenizer(config, TEXTS)
-    return build_model(config, spec, build_config(config, spec, tokenizer), tokenizer), tokenizer
-
-
-@pytest.mark.parametrize("architecture", ["camembert", "mpnet", "longformer", "esm"])
-def test_the_longest_input_of_a_new_model_has_positions_for_all_its_tokens(architecture: str) -> None:
-    sizes = {**SIZES, "max_position_embeddings": 20, "attention_window": 8}
-    if architecture != "longformer":
-        del sizes["attention_window"]
-    model, tokenizer = load(make_new_config(architecture, config=sizes), MLM)
-    batch = tokenizer("a cat and a dog " * 50, truncation=True, return_tensors="pt")
-    assert batch["input_ids"].shape[1] == tokenizer.model_max_length < 20
-    assert model(**batch).logits.isfinite().all()
+    return build(config, spec, TEXTS)
 
 
 @pytest.mark.parametrize("architecture", [*DECODERS, *ENCODERS])
@@ -121,9 +110,7 @@ def test_a_run_with_a_new_model(small: Callable[..., Config], architecture: str,
     ],
 )
 @pytest.mark.slow
-def test_a_run_with_a_real_decoder(
-    small: Callable[..., Config], babyllama: Path, task: str, options: tuple[str, ...]
-) -> None:
+def test_runs_of_a_decoder(small: Callable[..., Config], babyllama: Path, task: str, options: tuple[str, ...]) -> None:
     config = small(f"task={task}", "model=auto", f"model.name={babyllama}", "reg=istar", "model.pretrained=true",
                    "task.max_length=128", *options)  # fmt: skip
     record = run(config)
@@ -166,10 +153,13 @@ def test_values_replace_those_of_a_model_without_its_weights(babyllama: Path) ->
 
 
 def test_a_tokenizer_of_another_model(babyllama: Path) -> None:
-    model, tokenizer = load(make_new_config("gpt2", tokenizer=str(babyllama)), CLM)
+    model, tokenizer = load(make_new_config("gpt2", tokenizer=str(babyllama), load_in="bf16"), CLM)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.config.vocab_size == len(tokenizer) == 105
     with pytest.raises(UserError, match=r"^tokenizer /nowhere: there is no such folder"):
         build_tokenizer(make_new_config("gpt2", tokenizer="/nowhere"))
+    with pytest.raises(UserError, match="needs the text of a task"):
+        build_tokenizer(make_new_config("gpt2"))
 
 
 def test_the_files_of_a_tokenizer_identify_a_model(tmp_path: Path) -> None:
@@ -178,12 +168,6 @@ def test_the_files_of_a_tokenizer_identify_a_model(tmp_path: Path) -> None:
     original_identity = identify_model(config)
     tiny.make_tokenizer(["dog"]).save_pretrained(tmp_path)
     assert len({original_identity, identify_model(config), identify_model(make_new_config("bert"))}) == 3
-
-
-def test_load_in_bf16() -> None:
-    assert {parameter.dtype for parameter in load(make_new_config("bert", load_in="bf16"), MLM)[0].parameters()} == {
-        torch.bfloat16
-    }
 
 
 # ---- heads for language modelling
@@ -243,27 +227,19 @@ def test_decoders_and_tokenizers_without_a_mask_are_no_masked_language_models(tm
         build_config(config, MLM, tokenizer)
 
 
-def test_architectures_without_a_head_are_refused() -> None:
-    message = get_load_error(make_new_config("phi", config={**SIZES, "intermediate_size": 64}), TASKS["demo_span"])
-    assert message.startswith("model.architecture=phi: transformers has no AutoModelForQuestionAnswering for phi")
-
-
-def test_unknown_architectures_and_values_are_refused() -> None:
-    assert "model.architecture=gpt3 is no model type of transformers; did you mean" in get_load_error(
-        make_new_config("gpt3"), CLM
-    )
-    message = get_load_error(make_new_config("gpt2", config={"hiden_size": 32}), CLM)
-    assert message == "model.config.hiden_size: gpt2 models have no such value; did you mean hidden_size?"
-    assert "is not accepted" in get_load_error(make_new_config("llama", config={"hidden_size": "many"}), CLM)
-    assert get_load_error(make_new_config("bert", config={**SIZES, "hidden_size": 33}), MLM).startswith(
-        "model.architecture=bert "
-    )
-    assert "no such value" in get_load_error(make_new_config("bert", config={"num_labels": 3}), MLM)
-
-
-def test_training_a_tokenizer_needs_text() -> None:
-    with pytest.raises(UserError, match="needs the text of a task"):
-        build_tokenizer(make_new_config("gpt2"))
+@pytest.mark.parametrize(
+    ("architecture", "settings", "spec", "message"),
+    [
+        ("phi", {"config": {**SIZES, "intermediate_size": 64}}, TASKS["demo_span"], "has no AutoModelForQuestionAnswe"),
+        ("gpt3", {}, CLM, "model.architecture=gpt3 is no model type of transformers; did you mean"),
+        ("gpt2", {"config": {"hiden_size": 32}}, CLM, "model.config.hiden_size: gpt2 models have no such value; did"),
+        ("llama", {"config": {"hidden_size": "many"}}, CLM, "is not accepted"),
+        ("bert", {"config": {**SIZES, "hidden_size": 33}}, MLM, "model.architecture=bert "),
+        ("bert", {"config": {"num_labels": 3}}, MLM, "no such value"),
+    ],
+)
+def test_what_a_new_model_cannot_have(architecture: str, settings: Any, spec: Any, message: str) -> None:
+    assert message in get_load_error(make_new_config(architecture, **settings), spec)
 
 
 def test_values_of_a_loaded_configuration(tmp_path: Path) -> None:

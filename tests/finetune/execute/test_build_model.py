@@ -7,20 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from istar.errors import UserError
 from istar.finetune.config import Config, ModelConfig
-from istar.finetune.execute.build_config import build_config
-from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.identify import identify_model
 from istar.finetune.execute.run import run
-from istar.finetune.training.module import FineTuner
 from istar.hidden_states import attach
 from istar.models import pretrained, tiny
 from istar.models.model_source import ModelSource
@@ -28,16 +20,14 @@ from istar.regularizers import IStar
 from istar.runs.tasks import TASKS
 from istar.texts import demo
 from tests.files.test_folders import write_files
+from tests.finetune.execute.artifacts import build
 from tests.models.test_pretrained import FAMILIES, save_encoder
 
 Build = Callable[..., Config]
 
 
 def load(folder: Path | str, task: str = "demo", **settings: Any) -> Any:
-    config = ModelConfig(name=str(folder), **settings)
-    tokenizer = build_tokenizer(config)
-    model_config = build_config(config, TASKS[task], tokenizer)
-    return build_model(config, TASKS[task], model_config, tokenizer)
+    return build(ModelConfig(name=str(folder), **settings), TASKS[task])[0]
 
 
 # ---- what is loaded
@@ -98,12 +88,6 @@ def test_a_run_with_each_family(small: Build, tmp_path: Path, family: str, task:
     assert len(model(**tokens, output_hidden_states=True).hidden_states) == 4
 
 
-def test_dropout_is_on_in_training(tmp_path: Path) -> None:
-    model = load(save_encoder(tmp_path))
-    ids = torch.arange(5, 25).reshape(2, 10)
-    assert not torch.equal(model(ids).logits, model(ids).logits)
-
-
 def test_bfloat16_checkpoints_are_loaded_as_float32(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, dtype=torch.bfloat16)
     assert {value.dtype for value in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
@@ -148,9 +132,7 @@ def own_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_of_a_pretrained_head_are_in_the_order_of_the_task(
-    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_outputs_are_in_the_order_of_the_task(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint = save_classifier(tmp_path, "CONTRADICTION", "Neutral", "entailment", family=family)
     model = load(tmp_path, "mnli")
     assert model.config.id2label == {0: "entailment", 1: "neutral", 2: "contradiction"}
@@ -161,14 +143,11 @@ def test_outputs_of_a_pretrained_head_are_in_the_order_of_the_task(
 @pytest.mark.parametrize(
     ("task", "names"),
     [
-        ("mnli", ("LABEL_0", "LABEL_1", "LABEL_2")),
-        ("sst2", ("0", "1")),
-        ("rte", ("Entailment", "not entailment")),
-        ("sst5", ("very_negative", "Negative", "neutral", "positive", "VERY POSITIVE")),
-        ("stsb", ("LABEL_0",)),
+        ("mnli", ("LABEL_0", "LABEL_1", "LABEL_2")), ("sst2", ("0", "1")), ("rte", ("Entailment", "not entailment")),
+        ("sst5", ("very_negative", "Negative", "neutral", "positive", "VERY POSITIVE")), ("stsb", ("LABEL_0",)),
         ("stsb", ("similarity",)),
     ],
-)
+)  # fmt: skip
 def test_a_head_with_the_names_of_the_task_or_numbers_is_kept(
     tmp_path: Path, task: str, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,34 +179,17 @@ def test_a_head_for_other_labels_is_replaced_with_one_line(
     torch.testing.assert_close(model.base_model.state_dict(), checkpoint.base_model.state_dict())
 
 
-def test_the_tiny_model_depends_on_the_seed_alone() -> None:
-    config = ModelConfig(name="tiny", pretrained=False)
-    tokenizer = build_tokenizer(config)
-
-    def make_weights() -> torch.Tensor:
-        torch.manual_seed(3)
-        model_config = build_config(config, TASKS["demo"], tokenizer)
-        model: Any = build_model(config, TASKS["demo"], model_config, tokenizer)
-        assert model.training
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-    assert torch.equal(make_weights(), make_weights())
-
-
 def make_random_model(folder: Path, seed: int = 0, task: str = "demo") -> Any:
-    config = ModelConfig(name=str(folder), pretrained=False)
-    tokenizer = build_tokenizer(config)
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
     torch.manual_seed(seed)
-    return build_model(config, TASKS[task], build_config(config, TASKS[task], tokenizer), tokenizer)
+    model, tokenizer = build(ModelConfig(name=str(folder), pretrained=False), TASKS[task])
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    return model
 
 
 @pytest.mark.parametrize(
     ("family", "task"), [("bert", "demo"), ("albert", "demo_span"), ("roberta", "demo"), ("distilbert", "demo_span")]
 )
-def test_random_weights_have_the_architecture_and_the_tokenizer_of_the_model(
-    tmp_path: Path, family: str, task: str
-) -> None:
+def test_random_weights_have_architecture_and_tokenizer_of_the_model(tmp_path: Path, family: str, task: str) -> None:
     """No file with weights is needed; the seed decides the weights."""
     folder = save_encoder(tmp_path, family, dtype=torch.bfloat16)
     pretrained_model = load(folder, task)
@@ -246,9 +208,7 @@ def test_random_weights_have_the_architecture_and_the_tokenizer_of_the_model(
 def test_random_weights_for_another_tokenizer(tmp_path: Path) -> None:
     save_encoder(tmp_path)
     tiny.make_tokenizer([*demo.vocabulary(), "zeugma"]).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"tokens, but its embedding has only \d+ rows; they belong to different models"
-    ):
+    with pytest.raises(UserError, match=r"tokens, but its embedding has only \d+ rows; they belong"):
         make_random_model(tmp_path)
 
 
@@ -289,9 +249,9 @@ def test_the_identity_of_random_weights_is_that_of_configuration_and_tokenizer(t
 # ---- options that change how it is computed, not what
 
 
-def train_and_read_metrics(build: Build, folder: Path, *options: str, reg: str = "istar") -> list[str]:
+def train_and_read_metrics(small: Build, folder: Path, *options: str, reg: str = "istar") -> list[str]:
     """Train with these options and return all values in metrics.csv except durations."""
-    config = build(
+    config = small(
         "model=auto", f"model.name={folder}", "run.geometry=false", "run.save_model=false", f"reg={reg}", *options
     )
     record = run(config)
@@ -314,34 +274,27 @@ def compute_gradients(folder: Path, gradient_checkpointing: bool, weight: float)
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_gradient_checkpointing_changes_no_bit(tmp_path: Path) -> None:
-    folder = save_encoder(tmp_path / "model", "distilbert")
-    expected, checkpointed = (compute_gradients(folder, is_on, weight=0.0) for is_on in (False, True))
-    torch.testing.assert_close(checkpointed, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("is_pretrained", [True, False])
 def test_eager_attention_differs_by_rounding(tmp_path: Path, is_pretrained: bool) -> None:
     folder, spec = save_encoder(tmp_path / "model"), TASKS["demo"]
     outputs = []
     for implementation in ("eager", "sdpa"):
         config = ModelConfig(name=str(folder), pretrained=is_pretrained, attn_implementation=implementation)
-        tokenizer = build_tokenizer(config)
         torch.manual_seed(0)
-        model = build_model(config, spec, build_config(config, spec, tokenizer), tokenizer).eval()
+        model, tokenizer = build(config, spec)
+        model.eval()
         texts = tokenizer(demo.vocabulary()[:3], padding=True, return_tensors="pt")
         outputs.append(torch.stack(model(**texts, output_hidden_states=True).hidden_states))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
     assert not torch.equal(*outputs)  # The two are different computations.
 
 
-def test_gradient_checkpointing_with_a_penalty_differs_by_rounding(tmp_path: Path) -> None:
-    """The penalty's share of the gradient is added at another place in the sum."""
-    folder = save_encoder(tmp_path / "model")
-    expected, checkpointed = (compute_gradients(folder, is_on, weight=1.0) for is_on in (False, True))
-    torch.testing.assert_close(checkpointed, expected, rtol=1e-4, atol=1e-5)
-    without_penalty = compute_gradients(folder, False, weight=0.0)
-    assert max((a - b).abs().max() for a, b in zip(without_penalty, expected, strict=True)) > 1e-3
+@pytest.mark.parametrize(("family", "weight", "tolerance"), [("distilbert", 0.0, 0), ("bert", 1.0, 1e-4)])
+def test_checkpointing_changes_no_gradient(tmp_path: Path, family: str, weight: float, tolerance: float) -> None:
+    """The penalty's share of the gradient is added at another place in the sum, which changes the rounding."""
+    folder = save_encoder(tmp_path / "model", family)
+    expected, checkpointed = (compute_gradients(folder, is_on, weight) for is_on in (False, True))
+    torch.testing.assert_close(checkpointed, expected, rtol=tolerance, atol=tolerance / 10)
 
 
 def test_gradient_checkpointing_of_a_model_that_has_none(tmp_path: Path) -> None:
@@ -363,27 +316,12 @@ def test_compiled_losses_are_the_same(small: Build, tmp_path: Path, options: tup
         [float(value) for value in train_and_read_metrics(small, folder, *options, *compile_options)]
         for compile_options in ((), ("model.compile=true",))
     )
-    assert compiled == pytest.approx(
-        expected, rel=2e-2 if "trainer.precision=bf16-mixed" in options else 1e-4, abs=1e-5
-    )
-
-
-def test_an_error_of_the_compiler_blames_no_option_that_is_not_set(
-    small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise torch._dynamo.exc.InternalTorchDynamoError("no such\ncompiler")
-
-    monkeypatch.setattr(FineTuner, "training_step", fail)
-    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match="no such\ncompiler"):
-        train_and_read_metrics(small, save_encoder(tmp_path / "model"))
+    assert compiled == pytest.approx(expected, rel=2e-2 if options else 1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-def test_a_model_that_cannot_be_compiled_says_how_to_train_it(
-    small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_compiled(small: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler of the machine is missing, which torch notices when it has translated the whole model."""
     torch.compiler.reset()
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))

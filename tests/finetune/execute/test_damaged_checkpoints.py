@@ -1,7 +1,9 @@
 """Damaged and foreign checkpoints are refused, and runs resume from the last intact one."""
 
 import copy
+import pickle
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,7 @@ from istar.errors import UserError
 from istar.finetune.execute.run import run
 from istar.finetune.training.checkpoints import CHECKPOINT_FORMAT, find_resumable_checkpoint, read_checkpoint
 from tests.archives import compress_archive
-from tests.finetune.execute.faults import (
-    EPOCHS,
-    Broken,
-    Build,
-    break_at,
-    only_folder,
-    warnings_in,
-)
+from tests.finetune.execute.faults import EPOCHS, Broken, Build, break_at, only_folder, warnings_in
 from tests.outcomes import assert_same
 
 
@@ -69,12 +64,6 @@ def are_equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and (first == second or (first != first and second != second))
 
 
-def test_a_truncated_checkpoint(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
-    data = good_checkpoint.read_bytes()
-    (checkpoints / "step-2.ckpt").write_bytes(data[: len(data) // 2])
-    assert_refused(checkpoints, name_of_run(good_checkpoint), caplog)
-
-
 def test_a_damaged_checkpoint_that_is_the_only_one(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
     (checkpoints / "step-1.ckpt").unlink()
     (checkpoints / "step-2.ckpt").write_bytes(b"not yours")
@@ -82,14 +71,7 @@ def test_a_damaged_checkpoint_that_is_the_only_one(checkpoints: Path, good_check
     assert len(warnings_in(caplog)) == 1
 
 
-def test_a_checkpoint_without_its_last_byte(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
-    (checkpoints / "step-2.ckpt").write_bytes(good_checkpoint.read_bytes()[:-1])
-    assert_refused(checkpoints, name_of_run(good_checkpoint), caplog)
-
-
-def test_a_compressed_checkpoint_does_not_fill_the_memory(
-    checkpoints: Path, good_checkpoint: Path, caplog: Any
-) -> None:
+def test_a_compressed_checkpoint_fills_no_memory(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> None:
     """A few kilobytes that torch would load as a gigabyte."""
     compress_archive(good_checkpoint, checkpoints / "step-2.ckpt")
     assert torch.load(checkpoints / "step-2.ckpt", weights_only=True).keys()
@@ -125,7 +107,7 @@ def test_flipped_bits(checkpoints: Path, good_checkpoint: Path, caplog: Any) -> 
     assert refused_count > 5
 
 
-def edit_checkpoint(checkpoint: Path, edit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def edit_checkpoint(checkpoint: Path, edit: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     """Return the content of a checkpoint, changed in place by `edit`."""
     content = copy.deepcopy(read_checkpoint(checkpoint))
     edit(content)
@@ -147,63 +129,46 @@ def callback_state(content: dict[str, Any]) -> dict[str, Any]:
     return content["callbacks"]["Checkpoints"]
 
 
-FOREIGN = {
-    "empty dict": lambda path: {},
-    "a dict": lambda path: {"weights": torch.zeros(3)},
-    "weights only": lambda path: {"state_dict": read_checkpoint(path)["state_dict"], "callbacks": {}},
-    "callbacks without ours": lambda path: edit_checkpoint(
-        path, lambda content: content["callbacks"].pop("Checkpoints")
-    ),
-    "another run": lambda path: edit_checkpoint(
-        path, lambda content: callback_state(content).update(run="demo-tiny-none-0")
-    ),
-    "another format": lambda path: edit_checkpoint(
-        path, lambda content: callback_state(content).update(format=CHECKPOINT_FORMAT + 1)
-    ),
-    "no format": lambda path: edit_checkpoint(path, lambda content: callback_state(content).pop("format")),
+Edit = Callable[[dict[str, Any]], object]
+EDITS: dict[str, Edit] = {
+    "callbacks without ours": lambda content: content["callbacks"].pop("Checkpoints"),
+    "another run": lambda content: callback_state(content).update(run="demo-tiny-none-0"),
+    "another format": lambda content: callback_state(content).update(format=CHECKPOINT_FORMAT + 1),
+    "no format": lambda content: callback_state(content).pop("format"),
+    "no history": lambda content: content["callbacks"].pop("History"),
+    "no run": lambda content: callback_state(content).pop("run"),
+    "no random numbers": lambda content: callback_state(content).pop("random"),
 }
-MALFORMED = {
-    "a list": lambda path: [1, 2],
-    "a tensor": lambda path: torch.zeros(3),
-    "no callbacks": lambda path: {"callbacks": None},
-    "no history": lambda path: edit_checkpoint(path, lambda content: content["callbacks"].pop("History")),
-    "no run": lambda path: edit_checkpoint(path, lambda content: callback_state(content).pop("run")),
-    "no random numbers": lambda path: edit_checkpoint(path, lambda content: callback_state(content).pop("random")),
-}
+FOREIGN: dict[str, Any] = {
+    "empty dict": {}, "a dict": {"weights": torch.zeros(3)}, "weights only": {"state_dict": {}, "callbacks": {}},
+    "a list": [1, 2], "a tensor": torch.zeros(3), "no callbacks": {"callbacks": None},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", [*EDITS, *FOREIGN])
 def test_a_foreign_checkpoint(checkpoints: Path, good_checkpoint: Path, caplog: Any, kind: str) -> None:
-    torch.save(FOREIGN[kind](good_checkpoint), checkpoints / "step-2.ckpt")
+    content = edit_checkpoint(good_checkpoint, EDITS[kind]) if kind in EDITS else FOREIGN[kind]
+    torch.save(content, checkpoints / "step-2.ckpt")
     assert_refused(checkpoints, name_of_run(good_checkpoint), caplog)
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
-def test_a_checkpoint_of_another_shape(checkpoints: Path, good_checkpoint: Path, caplog: Any, kind: str) -> None:
-    torch.save(MALFORMED[kind](good_checkpoint), checkpoints / "step-2.ckpt")
-    assert_refused(checkpoints, name_of_run(good_checkpoint), caplog)
-
-
-@pytest.mark.parametrize("kind", ["empty", "text", "another archive", "pickled by hand"])
-def test_what_is_no_checkpoint_at_all(
-    checkpoints: Path, good_checkpoint: Path, caplog: Any, tmp_path: Path, kind: str
-) -> None:
-    import pickle
-    import zipfile
-
-    newer, marker = checkpoints / "step-2.ckpt", tmp_path / "marker"
+@pytest.mark.parametrize("kind", ["empty", "text", "half", "without its last byte", "another archive", "a pickle"])
+def test_no_checkpoint(checkpoints: Path, good_checkpoint: Path, caplog: Any, tmp_path: Path, kind: str) -> None:
+    newer, marker, data = checkpoints / "step-2.ckpt", tmp_path / "marker", good_checkpoint.read_bytes()
+    pickled = pickle.dumps(RunsCode(marker))
     if kind == "another archive":
         with zipfile.ZipFile(newer, "w") as archive:
-            archive.writestr("archive/data.pkl", pickle.dumps(RunsCode(marker)))
+            archive.writestr("archive/data.pkl", pickled)
             archive.writestr("archive/version", "3")
     else:
-        newer.write_bytes({"empty": b"", "text": b"not yours"}.get(kind, pickle.dumps(RunsCode(marker))))
+        contents = {"empty": b"", "text": b"not yours", "half": data[: len(data) // 2], "a pickle": pickled}
+        newer.write_bytes(contents.get(kind, data[:-1]))
     assert_refused(checkpoints, name_of_run(good_checkpoint), caplog)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["archive", "old format"])
-def test_a_checkpoint_that_would_run_code(
+def test_code_in_a_checkpoint(
     checkpoints: Path, good_checkpoint: Path, caplog: Any, tmp_path: Path, is_old: bool
 ) -> None:
     marker = tmp_path / "marker"
@@ -259,9 +224,7 @@ def test_a_run_with_damaged_checkpoints_ends_as_the_undisturbed_one(
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["damaged", "gone"])
-def test_a_checkpoint_needs_the_weights_of_its_best_epoch(
-    checkpoints: Path, good_checkpoint: Path, caplog: Any, is_gone: bool
-) -> None:
+def test_checkpoints_need_the_best_epoch(checkpoints: Path, good_checkpoint: Path, caplog: Any, is_gone: bool) -> None:
     best_epoch = read_checkpoint(good_checkpoint)["callbacks"]["History"]["best"]
     best_weights = checkpoints / f"best-epoch-{best_epoch}.ckpt"
     data = best_weights.read_bytes()

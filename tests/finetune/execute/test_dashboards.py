@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ import yaml
 from istar.finetune.config import Config
 from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.run import run
-from istar.finetune.training.module import FineTuner
 from istar.runs.record import read_result
 from istar.runs.tasks import TASKS
-from tests.jobs import Fork, at_once
+from tests.jobs import Fork
 from tests.outcomes import only_run
 from tests.waiting import SECONDS, until_the_next_second
 from tests.wandb_records import config_of, logged_by, offline_records, start_of, summary_of
@@ -30,40 +28,25 @@ Build = Callable[..., Config]
 SWEEP = Path("sweep") / "wandb" / "sweep.yml"
 
 
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Yield W&B's module in offline mode without the user's settings; variables that a test sets take effect."""
-    import wandb
-
-    wandb.teardown()
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    settings = {"MODE": "offline", "SILENT": "true", "CONFIG_DIR": tmp_path / "c", "CACHE_DIR": tmp_path / "k"}
-    # The run sets these variables. Set here, they are removed after the test.
-    settings |= {"ERROR_REPORTING": "false", "X_DISABLE_VIEWER": "true"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"WANDB_{name}", str(value))
-    yield wandb
-    wandb.teardown()
-
-
-def make_wandb_config(small: Build, *overrides: str) -> Config:
-    """Return the config of a small run that logs to W&B."""
-    return small("logger=wandb", *overrides)
-
-
 def list_run_folders(config: Config) -> list[Path]:
     """Return the folders of all runs below the config's root."""
     return sorted(path for path in Path(config.run.root).iterdir() if path.name != ".locks")
+
+
+@pytest.fixture
+def wandb(wandb_at: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return W&B's module in offline mode, without the user's settings."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return wandb
 
 
 # ---- a run
 
 
 def test_what_a_run_is_found_by(small: Build, wandb: Any) -> None:
-    config = make_wandb_config(
-        small, "reg=istar", "reg.lambda=0.5", "logger.group=first-sweep", "logger.tags=[paper,demo]"
-    )
+    config = small("logger=wandb", "reg=istar", "reg.lambda=0.5", "logger.group=first", "logger.tags=[paper,demo]")
     record = run(config)
     folder = only_run(Path(config.run.root))
     [records] = offline_records(folder)
@@ -78,7 +61,7 @@ def test_what_a_run_is_found_by(small: Build, wandb: Any) -> None:
 
 
 def test_the_summary_is_the_result_and_not_the_last_epoch(small: Build, wandb: Any) -> None:
-    config = make_wandb_config(small, "reg=none", "optim.lr=0.02", "trainer.max_epochs=4")
+    config = small("logger=wandb", "reg=none", "optim.lr=0.02", "trainer.max_epochs=4")
     record = run(config)
     best_epoch, last_epoch = record.headline["epoch"], record.epochs[-1]["epoch"]
     assert best_epoch < last_epoch
@@ -100,7 +83,7 @@ def test_the_summary_is_the_result_and_not_the_last_epoch(small: Build, wandb: A
 
 
 def test_layers_are_logged_as_a_table_and_a_figure(small: Build, wandb: Any) -> None:
-    config = make_wandb_config(small, "reg=none")
+    config = small("logger=wandb", "reg=none")
     record = run(config)
     folder = only_run(Path(config.run.root))
     [records] = offline_records(folder)
@@ -124,7 +107,7 @@ def test_layers_are_logged_as_a_table_and_a_figure(small: Build, wandb: Any) -> 
 
 def test_runs_of_one_process_stay_apart(small: Build, wandb: Any) -> None:
     for seed in (1, 2):
-        run(make_wandb_config(small, "reg=none", f"seed={seed}"))
+        run(small("logger=wandb", "reg=none", f"seed={seed}"))
     starts = []
     for folder in list_run_folders(small()):
         [records] = offline_records(folder)
@@ -137,7 +120,7 @@ def test_runs_of_one_process_stay_apart(small: Build, wandb: Any) -> None:
 
 def test_a_run_that_the_caller_has_open_is_left_alone(small: Build, wandb: Any, tmp_path: Path) -> None:
     open_run = wandb.init(project="mine", dir=tmp_path, id="own")
-    config = make_wandb_config(small, "reg=none")
+    config = small("logger=wandb", "reg=none")
     run(config)
     assert wandb.run is open_run
     open_run.log({"mine": 1})
@@ -148,36 +131,6 @@ def test_a_run_that_the_caller_has_open_is_left_alone(small: Build, wandb: Any, 
     history = [item for record in open_run_records if record.HasField("history") for item in record.history.item]
     assert {"/".join(item.nested_key) or item.key for item in history} >= {"mine"}
     assert not any("loss" in ("/".join(item.nested_key) or item.key) for item in history)
-
-
-@pytest.mark.parametrize("failing_stage", ["in a step", "when the result is written"])
-def test_what_fails_is_a_failed_run_and_goes_on_as_the_same(
-    small: Build, wandb: Any, monkeypatch: pytest.MonkeyPatch, failing_stage: str
-) -> None:
-    def fail(*arguments: Any, **keywords: Any) -> Any:
-        raise RuntimeError("out of luck")
-
-    config = make_wandb_config(small, "reg=none", "trainer.checkpoint_every_n_steps=1")
-    if failing_stage == "in a step":
-        monkeypatch.setattr(FineTuner, "on_validation_epoch_end", fail)
-    else:
-        monkeypatch.setattr("istar.finetune.execute.recording.write_result", fail)
-    with pytest.raises(RuntimeError, match="luck"):
-        run(config)
-    folder = only_run(Path(config.run.root))
-    assert read_result(folder).status == "failed"
-    monkeypatch.undo()
-    until_the_next_second()
-    for name in ("MODE", "SILENT"):
-        monkeypatch.setenv(f"WANDB_{name}", "offline" if name == "MODE" else "true")
-    run(config)
-    first, second = offline_records(folder)
-    exit_codes = [
-        [record.exit.exit_code for record in records if record.HasField("exit")] for records in (first, second)
-    ]
-    assert exit_codes == [[1], [0]]
-    assert start_of(first).run_id == start_of(second).run_id
-    assert summary_of(second)["status"] == "finished"
 
 
 # ---- a sweep by W&B's agent
@@ -221,40 +174,26 @@ def test_every_corner_of_the_sweep_is_a_config_of_ours(sweep: dict[str, Any], co
         for name, value in values.items():
             group, key = name.split(".")
             assert config[group][key] == value
-
-
-def test_small_numbers_arrive_as_they_are(sweep: dict[str, Any], composed: Build) -> None:
     values = {"reg.lambda": -1.2345678901234567e-05, "optim.lr": 3e-05}
     config = to_dict(composed(*make_agent_command(sweep, **values)[3:]))
     assert (config["reg"]["lambda"], config["optim"]["lr"]) == tuple(values.values())
+    assert sweep["metric"] == {"name": f"val/{TASKS['rte'].headline}", "goal": "maximize"}
 
 
-def run_agent_command(
-    repository: Path, command: list[str], run_id: str, folder: Path, root: Path | None = None
-) -> tuple[int, str]:
-    """Run the command of W&B's agent in a fork, with the agent's environment; returns the exit code and the output.
-
-    The run is in `root`, by default in `folder/runs`.
-    """
+def run_agent_command(repository: Path, command: list[str], run_id: str, folder: Path) -> tuple[int, str]:
+    """Run the command of W&B's agent in a fork, with the agent's environment; returns the exit code and the output."""
     parameters = folder / "config.yaml"
     chosen_values = [word.split("=") for word in command[3:] if "." in word.split("=")[0]]
-    parameters.write_text(
-        yaml.safe_dump({"wandb_version": 1, **{key: {"value": value} for key, value in chosen_values}})
-    )
+    parameters.write_text(yaml.safe_dump({"wandb_version": 1, **{key: {"value": text} for key, text in chosen_values}}))
     environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "WANDB_SWEEP_ID": "sweep123",
-        "WANDB_RUN_ID": run_id,
-        "WANDB_PROJECT": "theirs",
-        "WANDB_SWEEP_PARAM_PATH": str(parameters),
-        "WANDB_DIR": str(folder),
-        "WANDB_SILENT": "false",
+        **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "WANDB_SWEEP_ID": "sweep123", "WANDB_RUN_ID": run_id, "WANDB_PROJECT": "theirs",
+        "WANDB_SWEEP_PARAM_PATH": str(parameters), "WANDB_DIR": str(folder), "WANDB_SILENT": "false",
         "OMP_NUM_THREADS": "1",
-    }
+    }  # fmt: skip
     small_overrides = ["task=demo", "model=tiny", "task.limit_train=16", "task.limit_validation=16",
                        "trainer.max_epochs=1", "trainer.progress_bar=false", "trainer.accelerator=cpu",
-                       "trainer.log_every_n_steps=1", f"run.root={root or folder / 'runs'}"]  # fmt: skip
+                       "trainer.log_every_n_steps=1", f"run.root={folder / 'runs'}"]  # fmt: skip
     command = [*(word for word in command if word != "task=rte"), *small_overrides]
     output = folder / f"{run_id}.log"
     assert command[:3] == ["/usr/bin/env", "python", "train.py"]
@@ -263,9 +202,7 @@ def run_agent_command(
 
 
 @pytest.mark.slow
-def test_an_agents_run_keeps_the_id_that_the_agent_gave(
-    sweep: dict[str, Any], wandb: Any, repository: Path, tmp_path: Path
-) -> None:
+def test_an_agents_run_keeps_the_agents_id(sweep: dict[str, Any], wandb: Any, repository: Path, tmp_path: Path) -> None:
     values = {"reg.lambda": 0.5, "reg.zeta": 0.2, "optim.lr": 1e-3, "data.batch_size": 4}
     command = make_agent_command(sweep, **values)
     for index, run_id in enumerate(("agents1", "agents2")):
@@ -288,33 +225,6 @@ def test_an_agents_run_keeps_the_id_that_the_agent_gave(
     assert (folder / "wandb" / "run-id").read_text() == "agents1"
 
 
-@pytest.mark.slow
-def test_two_agents_of_one_sweep_share_a_folder_of_runs(
-    sweep: dict[str, Any], wandb: Any, repository: Path, tmp_path: Path
-) -> None:
-    """The server gives each agent other values; their runs have the agents' IDs and the same sweep."""
-    values = {"reg.zeta": 0.2, "optim.lr": 1e-3, "data.batch_size": 4}
-    calls = []
-    for run_id, weight in (("agents1", 0.5), ("agents2", -0.5)):
-        (tmp_path / run_id).mkdir()
-        command = make_agent_command(sweep, **values, **{"reg.lambda": weight})
-        arguments = (repository, command, run_id, tmp_path / run_id, tmp_path / "runs")
-        calls.append(partial(run_agent_command, *arguments))
-    for code, output in at_once(*calls):
-        assert code == 0, output
-    starts = {}
-    for path in tmp_path.glob("runs/*/result.json"):
-        [records] = offline_records(path.parent)
-        starts[read_result(path.parent).config["reg"]["lambda"]] = start_of(records)
-    assert {weight: (start.run_id, start.sweep_id) for weight, start in starts.items()} == {
-        0.5: ("agents1", "sweep123"), -0.5: ("agents2", "sweep123")
-    }  # fmt: skip
-
-
-def test_the_sweeps_metric_is_the_headline_of_its_task(sweep: dict[str, Any]) -> None:
-    assert sweep["metric"] == {"name": f"val/{TASKS['rte'].headline}", "goal": "maximize"}
-
-
 # ---- the workspace
 
 
@@ -328,19 +238,6 @@ def workspace(repository: Path) -> list[dict[str, Any]]:
     return sections
 
 
-def test_the_workspace_shows_performance_layers_penalty_and_cost(workspace: list[dict[str, Any]]) -> None:
-    names = [section["name"] for section in workspace]
-    assert names == ["Performance and isotropy", "IsoScore by layer", "Training", "Cost"]
-    first_panel = workspace[0]["panels"][0]
-    assert first_panel["viewType"] == "Scatter Plot"
-    assert (first_panel["config"]["xAxis"], first_panel["config"]["yAxis"]) == (
-        "summary:isotropy/isoscore", "summary:headline/value",
-    )  # fmt: skip
-    assert {"train/penalty", "shrinkage/seconds"} <= collect_keys(
-        [panel for section in workspace for panel in section["panels"]]
-    )
-
-
 def collect_keys(panels: list[dict[str, Any]]) -> set[str]:
     """Return the keys that panels read: `config:<key>`, `summary:<key>`, or the name of a logged value."""
     names: set[str] = set()
@@ -352,7 +249,7 @@ def collect_keys(panels: list[dict[str, Any]]) -> set[str]:
 
 
 def test_every_panel_reads_what_a_run_has_logged(small: Build, wandb: Any, workspace: list[dict[str, Any]]) -> None:
-    config = make_wandb_config(small, "reg=istar")
+    config = small("logger=wandb", "reg=istar")
     run(config)
     [records] = offline_records(only_run(Path(config.run.root)))
     recorded_config = config_of(records)

@@ -25,15 +25,9 @@ def test_nothing_is_collected_within_and_what_is_there_is_set_aside(collector):
         new_objects = [[] for _ in range(1_000)]
     assert gc.isenabled()
     assert gc.get_freeze_count() >= frozen_before + len(new_objects)
-
-
-def test_a_failed_import_leaves_the_collector_on(collector):
     with pytest.raises(ImportError), fast_imports():
         raise ImportError
     assert gc.isenabled()
-
-
-def test_a_collector_that_is_off_stays_off(collector):
     gc.disable()
     with fast_imports():
         pass

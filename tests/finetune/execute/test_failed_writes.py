@@ -26,7 +26,6 @@ from tests.finetune.execute.faults import (
     refused_in_one_line,
 )
 from tests.outcomes import assert_same
-from tests.permissions import ignores_permissions
 
 
 def test_drafts_are_removed_wherever_they_are_and_nothing_else(tmp_path: Path) -> None:
@@ -77,13 +76,9 @@ def limit_writes(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: i
     ],
 )
 def test_a_checkpoint_that_the_disk_does_not_take(
-    small: Build,
-    undisturbed_run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    after: int,
+    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, size: int, after: int,
     last_checkpoint: str | None,
-) -> None:
+) -> None:  # fmt: skip
     """The fourth checkpoint has the best weights, and the fifth has the state after the first epoch."""
     config = small(*EPOCHS)
     restore_disk = limit_writes(monkeypatch, AtomicCheckpointIO, "save_checkpoint", size, after)
@@ -105,18 +100,12 @@ def test_a_checkpoint_that_the_disk_does_not_take(
     assert_same(folder, undisturbed_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "after"),
-    [
-        pytest.param(r"best-epoch-\d+\.ckpt", 0, marks=pytest.mark.slow),
-        pytest.param(r"metrics\.csv", 5, marks=pytest.mark.slow),
-        pytest.param(r"predictions\.jsonl", 0, marks=pytest.mark.slow),
-        pytest.param(r"result\.json", 0, marks=pytest.mark.slow),
-    ],
+    [(r"best-epoch-\d+\.ckpt", 0), (r"metrics\.csv", 5), (r"predictions\.jsonl", 0), (r"result\.json", 0)],
 )
-def test_a_file_that_the_disk_does_not_take(
-    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
-) -> None:
+def test_full_disk(small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
     config = small(*EPOCHS)
     with full_disk(monkeypatch, name, after):
         message = refused_in_one_line(config)
@@ -141,14 +130,6 @@ def test_a_model_that_the_disk_does_not_take(small: Build, monkeypatch: pytest.M
     assert_whole(folder)
 
 
-@pytest.mark.skipif(ignores_permissions(), reason="root may write everywhere")
-def test_a_root_that_cannot_be_written(small: Build, tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir(mode=0o500)
-    message = refused_in_one_line(small())
-    assert "run.root" in message
-    assert "cannot be written" in message
-
-
 @pytest.mark.parametrize(("owner", "name"), [(Path, "mkdir"), (os, "open")], ids=["folder", "lock"])
 def test_a_root_that_forbids_writing(small: Build, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     config = small()
@@ -163,13 +144,6 @@ def test_a_root_that_forbids_writing(small: Build, monkeypatch: pytest.MonkeyPat
     message = refused_in_one_line(config)
     assert f"run.root={config.run.root} cannot be written" in message
     assert "Permission denied" in message
-
-
-def test_a_root_that_is_a_file(small: Build, tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("mine")
-    message = refused_in_one_line(small())
-    assert "run.root" in message
-    assert (tmp_path / "runs").read_text() == "mine"
 
 
 def forbid_drafts(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> Callable[[], None]:
@@ -210,25 +184,3 @@ def test_a_folder_that_cannot_be_written_any_more(
     assert_whole(folder)
     run(config)
     assert_same(folder, undisturbed_run)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ignores_permissions(), reason="root may write everywhere")
-def test_a_folder_that_loses_its_permissions(
-    small: Build, undisturbed_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small(*EPOCHS)
-    original_save, locked_folders = AtomicCheckpointIO.save_checkpoint, []
-
-    def save_and_lock(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        original_save(self, checkpoint, path)
-        Path(path).parent.chmod(0o500)
-        locked_folders.append(Path(path).parent)
-
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save_and_lock)
-    message = refused_in_one_line(config)
-    locked_folders[0].chmod(0o700)
-    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", original_save)
-    assert "Permission denied" in message
-    run(config)
-    assert_same(only_folder(config), undisturbed_run)

@@ -14,7 +14,7 @@ from istar.finetune.execute.identify import identify
 from istar.finetune.execute.run import run
 from istar.finetune.training.module import FineTuner
 from istar.runs.record import RESULT, read_result
-from tests.finetune.execute.artifacts import TINY, Build, folders_in, rte
+from tests.finetune.execute.artifacts import Build, folders_in
 
 
 def test_a_failing_training_is_told_and_goes_on(small: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,24 +76,20 @@ def test_a_model_that_diverges_is_not_a_finished_run(small: Build, monkeypatch: 
 
 
 REFUSED = [
-    (["task.name=rtee"], "did you mean rte?"),
     (["task.submission=true"], "no submission file"),
-    (["task.data_dir=/nowhere"], "task.data_dir=/nowhere does not exist"),
     (["model=auto", "model.name=/nowhere"], "there is no such folder"),
-    (["reg.layers=[7]"], "layer 7 does not exist"),
     (["task.max_length=4"], "max_length=4 is too short"),
     (["task.max_length=513"], "task.max_length=513: the model accepts at most 512 tokens"),
     (["trainer.precision=16-mixed", "trainer.accelerator=cpu"], "needs a CUDA device"),
     (["trainer.accelerator=foo"], "refuses its settings"),
-    (["trainer.devices=0"], "refuses its settings"),
     (["trainer.devices=abc"], "refuses its settings"),
-    (["trainer.num_nodes=0"], "refuses its settings"),
-    (["trainer.devices=99999999999999999999"], "refuses its settings"),
     (["trainer.gradient_clip_algorithm=[norm]"], "=['norm'] is not of the expected type: str"),
     (["trainer.detect_anomaly=1"], "trainer.detect_anomaly=1 is not of the expected type: bool"),
     (["trainer.profiler=true"], "trainer.profiler=True is not of the expected type: Profiler or str"),
     (["trainer.devices=2", "trainer.strategy=ddp"], "needs more processes than this one"),
     (["logger=wandb", "trainer.accelerator=foo"], "refuses its settings"),
+    (["trainer.val_check_interval=5", "trainer.max_epochs=3"], "set trainer.check_val_every_n_epoch=null too"),
+    (["trainer.limit_train_batches=0.01"], "trainer.limit_train_batches=0.01 is less than one of the 4 batches"),
 ]
 
 
@@ -107,16 +103,6 @@ def test_refused_before_anything_is_written(small: Build, overrides: list[str], 
     assert folders_in(Path(config.run.root)) == []
 
 
-def test_labels_that_are_none_of_the_tasks(small: Build, tmp_path: Path) -> None:
-    data = rte(tmp_path / "glue_data")
-    with (data / "RTE" / "dev.tsv").open("a") as file:
-        file.write("9\ta lamp .\ta lamp .\tmaybe\n")
-    config = small(*TINY, "task=rte", f"task.data_dir={data}")
-    with pytest.raises(UserError, match="maybe"):
-        run(config)
-    assert folders_in(Path(config.run.root)) == []
-
-
 def test_a_foreign_result_is_not_overwritten(small: Build) -> None:
     config = small()
     path = identify(config).folder / RESULT
@@ -125,21 +111,6 @@ def test_a_foreign_result_is_not_overwritten(small: Build) -> None:
     with pytest.raises(UserError, match="is not a result"):
         run(config)
     assert path.read_text() == "{}"
-
-
-def test_a_validation_interval_longer_than_an_epoch(small: Build) -> None:
-    """An epoch has four batches; the run is refused and writes nothing."""
-    config = small("trainer.val_check_interval=5", "trainer.max_epochs=3")
-    with pytest.raises(UserError, match=r"has only 4 batches; .*set trainer\.check_val_every_n_epoch=null too"):
-        run(config)
-    assert folders_in(Path(config.run.root)) == []
-
-
-def test_a_training_without_a_batch(small: Build) -> None:
-    config = small("trainer.limit_train_batches=0.01")
-    with pytest.raises(UserError, match=r"^trainer\.limit_train_batches=0\.01 is less than one of the 4 batches"):
-        run(config)
-    assert folders_in(Path(config.run.root)) == []
 
 
 def test_a_training_without_a_step(small: Build) -> None:

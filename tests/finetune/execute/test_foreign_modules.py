@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,6 @@ import pytest
 
 from istar.finetune.config import TrainerConfig
 from istar.finetune.processes import forking, launch
-from istar.runs.record import read_result
-from tests.jobs import Start, at_once, starting
-
-RUN = ("-m", "seed=1", "reg=none", "task.limit_train=16", "task.limit_validation=8", "trainer.max_epochs=1",
-       "trainer.accelerator=cpu", "trainer.progress_bar=false", "run.geometry=false")  # fmt: skip
-
-
-@pytest.fixture
-def start(own_cache: Path) -> Iterator[Start]:
-    with starting(own_cache) as start:
-        yield start
 
 
 def write_modules(folder: Path) -> Path:
@@ -51,21 +39,6 @@ def test_the_server_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     finally:
         server._stop()
     assert process.exitcode == 0
-
-
-@pytest.mark.slow
-def test_sweeps_and_several_processes(tmp_path: Path, start: Start) -> None:
-    """A run that is forked from a server, and one in two processes, each of which is a new interpreter."""
-    cases = {"forked": (), "fresh": ("sweep.fork=false", "trainer=ddp", "trainer.devices=2")}
-    folders = [write_modules(tmp_path / name) for name in cases]
-    jobs = [
-        start(folder, *RUN, *options, python=("-s",)) for folder, options in zip(folders, cases.values(), strict=True)
-    ]
-    for done in at_once(*(job.wait for job in jobs)):
-        assert done.code == 0, done
-    for folder in folders:
-        [run] = folder.glob("runs/demo-*")
-        assert read_result(run).status == "finished"
 
 
 @pytest.mark.parametrize("python_path", [None, "", os.pathsep, f"{os.pathsep}/elsewhere"])

@@ -8,13 +8,12 @@ import torch
 
 from istar.errors import UserError
 from istar.finetune.config import ModelConfig
-from istar.finetune.execute.build_config import build_config
-from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.hidden_states import attach
 from istar.models import pretrained
 from istar.models.model_source import ModelSource
 from istar.regularizers import IStar
 from istar.runs.tasks import TASKS
+from tests.finetune.execute.artifacts import build
 from tests.models.test_adapters import save_base
 
 peft: Any = pytest.importorskip("peft")
@@ -23,9 +22,8 @@ CLM = replace(TASKS["demo_sentence"], name="clm", kind="causal_lm", labels=())
 
 
 def load(config: ModelConfig, spec: Any) -> tuple[Any, Any]:
-    tokenizer = build_tokenizer(config)
     torch.manual_seed(1)
-    return build_model(config, spec, build_config(config, spec, tokenizer), tokenizer), tokenizer
+    return build(config, spec)
 
 
 def get_trained_modules(model: Any) -> set[str]:

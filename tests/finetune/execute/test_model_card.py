@@ -34,12 +34,8 @@ def test_the_card_of_a_run_on_the_hubs_data(small: Build) -> None:
         "task=mnli", "task.validation_fraction=0.1", "model=bert", "reg=istar", "reg.lambda=-1", "reg.zeta=0.4"
     )
     scores = {
-        "accuracy": 0.8,
-        "accuracy_mismatched": 0.7,
-        "loss": 0.5,
-        "loss_mismatched": 0.6,
-        "accuracy_held_out": 0.9,
-    }
+        "accuracy": 0.8, "accuracy_mismatched": 0.7, "loss": 0.5, "loss_mismatched": 0.6, "accuracy_held_out": 0.9,
+    }  # fmt: skip
     record = make_finished_record(
         "run", config, metrics=scores, data_commit="c" * 40, baseline={"accuracy": 0.35},
         selection={"set": "held_out", "metric": "accuracy_held_out", "value": 0.8},
@@ -89,9 +85,7 @@ def test_a_finished_run_is_uploaded_with_its_card(hub: MockHub, small: Build) ->
     assert "models/user/copy" in hub.repositories
 
 
-def test_a_refused_upload_is_known_before_training(
-    hub: MockHub, small: Build, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_refused_upload(hub: MockHub, small: Build, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hub.refuses_uploads = True
     config = small("model=tiny", "reg=none", "run.push_to_hub=user/tiny-demo")
     with pytest.raises(UserError, match=r"user/tiny-demo: the hub refuses the upload: .*hf auth login"):

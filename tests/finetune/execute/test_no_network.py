@@ -28,13 +28,9 @@ def test_attempts_to_connect_are_seen(forbid_network: Any, closed_url: str) -> N
 
 @pytest.mark.parametrize("offline_since", ["the start", pytest.param("assembly", marks=pytest.mark.slow)])
 def test_a_run_on_local_folders_needs_no_network(
-    small: Build,
-    undisturbed_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    forbid_network: Any,
+    small: Build, undisturbed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forbid_network: Any,
     offline_since: str,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     data = tmp_path / "data"

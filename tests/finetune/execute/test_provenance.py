@@ -1,15 +1,13 @@
 """The state of the code and the hardware in the record of a run."""
 
 import os
-import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from istar.finetune.execute.provenance import describe_code, describe_hardware, installed_versions
+from istar.finetune.execute.provenance import describe_code
 
 UNKNOWN = {"code_commit": None, "code_modified": None}
 
@@ -61,13 +59,3 @@ def test_a_git_hook_does_not_mislead(package: Path, tmp_path: Path, monkeypatch:
     commit = run_git(package, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     assert describe_code(package)["code_commit"] == commit
-
-
-def test_the_hardware_has_names() -> None:
-    values = describe_hardware(torch.device("cpu"), 3)
-    assert values.pop("device")
-    assert values == {"processes": 3, "cuda": torch.version.cuda, "system": platform.platform()}
-
-
-def test_versions_name_what_a_result_depends_on() -> None:
-    assert {"istar", "torch", "transformers", "lightning", "datasets"} <= set(installed_versions())

@@ -106,9 +106,7 @@ def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp
     for steps in ("2", "4", "null"):
         assert look_up(measured, f"trainer.measure_every_n_steps={steps}") is not None
     for steps, examples in (("3", "64"), ("2", "8")):
-        with pytest.raises(
-            UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_examples=64"
-        ):
+        with pytest.raises(UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_ex"):
             look_up(measured, f"trainer.measure_every_n_steps={steps}", f"trainer.measure_examples={examples}")
     with pytest.raises(UserError, match=r"was run with trainer\.measure_every_n_steps=null trainer\.measure_ex"):
         look_up((), *measured)
@@ -127,9 +125,7 @@ def test_a_finished_run_must_have_kept_the_requested_models(small: Build, tmp_pa
     # The models of a coarser schedule are among these; without a schedule nothing is missing.
     for schedule in ("2", "4", "null"):
         assert look_up(schedule) is not None
-    with pytest.raises(
-        UserError, match=r"without models/step-1/ of trainer\.keep_models=log; trainer\.keep_models=null"
-    ):
+    with pytest.raises(UserError, match=r"without models/step-1/ of trainer\.keep_models=log; trainer\.keep_models"):
         look_up("log")
     (tmp_path / "models" / "step-2").rmdir()
     with pytest.raises(UserError, match=r"without models/step-2/"):
@@ -169,11 +165,6 @@ def test_the_place_of_the_data_does_not_count_but_its_content_does(small: Build,
         for data_dir in (original, same_content, other_content)
     ]
     assert names[0] == names[1] != names[2]
-
-
-def test_a_local_copy_of_the_model_is_the_same_run(composed: Build) -> None:
-    here, there = (make_key(composed("task=rte", "model=auto", f"model.name=/{folder}")) for folder in "ab")
-    assert here == there
 
 
 def test_a_key_is_read_as_it_was_written(composed: Build) -> None:
@@ -246,9 +237,7 @@ def test_adapters_that_are_their_own_base_are_refused(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_sweep_hashes_the_weights_of_a_model_once(
-    composed: Build, base_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_hashes_weights_once(composed: Build, base_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
     original = hashlib.file_digest
 
@@ -264,3 +253,8 @@ def test_a_sweep_hashes_the_weights_of_a_model_once(
     hashes = {key_maker.make(composed("task=demo", "model=auto", *small, *change)).hash for change in changes}
     assert hashed.count("model.safetensors") == 1
     assert len(hashes) > 4
+
+
+def test_a_local_copy_of_the_model_is_the_same_run(composed: Build) -> None:
+    here, there = (make_key(composed("task=rte", "model=auto", f"model.name=/{folder}")) for folder in "ab")
+    assert here == there

@@ -110,9 +110,7 @@ def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
     )
 
 
-def test_istar_logs_lambda_times_one_minus_isoscore_and_zeta_if_it_is_estimated(
-    cached_run: Callable[..., Any],
-) -> None:
+def test_istar_logs_its_penalty_and_an_estimated_zeta(cached_run: Callable[..., Any]) -> None:
     columns = logged(cached_run("task=demo", "reg=istar", "reg.lambda=3", "reg.zeta=auto")[2])
     expected = [3 * (1 - score) for score in columns["train/isoscore_star"]]
     assert columns["train/penalty"] == pytest.approx(expected, rel=1e-5)
@@ -175,14 +173,9 @@ def test_the_saved_span_model_says_what_the_predictions_say(cached_run: Callable
     agreements = []
     for example, row in zip(examples, rows_of(folder / "predictions.jsonl"), strict=False):
         encoded = tokenizer(
-            example["question"],
-            example["context"],
-            truncation="only_second",
-            max_length=64,
-            stride=21,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-        )
+            example["question"], example["context"], truncation="only_second", max_length=64, stride=21,
+            return_overflowing_tokens=True, return_offsets_mapping=True,
+        )  # fmt: skip
         windows = []
         for window, ids in enumerate(encoded["input_ids"]):
             inputs = {key: torch.tensor([encoded[key][window]]) for key in ("token_type_ids", "attention_mask")}
@@ -251,9 +244,7 @@ def test_the_best_epoch_is_kept_when_it_is_not_the_last(small: Build, monkeypatc
     assert model.classifier.weight.abs().max() > 1e-3
 
 
-def test_held_out_training_data_choose_the_epoch_and_the_validation_set_is_reported(
-    cached_run: Callable[..., Any],
-) -> None:
+def test_held_out_data_choose_and_the_validation_set_is_reported(cached_run: Callable[..., Any]) -> None:
     data_overrides = ("task.limit_train=64", "task.limit_validation=16", "task.validation_fraction=0.25")
     training_overrides = ("trainer.max_epochs=4", "trainer.accumulate_grad_batches=1", "reg=none", "seed=1")
     _, record, folder = cached_run("task=demo_regression", *data_overrides, *training_overrides)
@@ -281,9 +272,5 @@ def test_the_demo_baseline(cached_run: Callable[..., Any]) -> None:
     accuracy = sum(int(row["label"] == "agree") == majority for row in rows) / 24
     assert record.baseline["accuracy"] == pytest.approx(accuracy)
     assert record.collapsed["validation"] == (len({row["prediction"] for row in rows}) == 1)
-    assert cached_run("task=demo_span", "reg=istar")[1].baseline == {}
-
-
-def test_without_them_the_validation_set_chooses(cached_run: Callable[..., Any]) -> None:
-    _, record, _ = cached_run("task=demo", "reg=istar")
     assert record.selection == {"set": "validation", "metric": "accuracy", "value": record.headline["value"]}
+    assert cached_run("task=demo_span", "reg=istar")[1].baseline == {}

@@ -11,8 +11,6 @@ from istar.errors import UserError
 from istar.finetune.config import ModelConfig, TaskConfig
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import execute as execute_module
-from istar.finetune.execute.build_config import build_config
-from istar.finetune.execute.build_model import build_model, build_tokenizer
 from istar.finetune.execute.examples import load_examples
 from istar.finetune.execute.identify import identify, identify_model, resolve_model
 from istar.finetune.execute.run import run
@@ -24,11 +22,10 @@ from istar.models.model_source import ModelSource
 from istar.runs.record import RunRecord, read_result
 from istar.runs.tasks import TASKS
 from tests.conftest import SMALL
-from tests.finetune.execute.artifacts import Build
+from tests.finetune.execute.artifacts import Build, build
 from tests.finetune.execute.faults import warnings_in
 from tests.finetune.tasks.builders import load_splits
 from tests.finished_runs import NO_KEY
-from tests.jobs import starting
 from tests.mock_hub import (
     MockHub,
     Repository,
@@ -91,10 +88,9 @@ def test_a_run_belongs_to_the_commit_that_its_branch_stands_for(
 
 
 @pytest.mark.slow
-def test_train_py_asks_the_hub_and_is_quiet_about_it(hub: MockHub, own_cache: Path, tmp_path: Path) -> None:
+def test_train_py_asks_the_hub_and_is_quiet_about_it(hub: MockHub, start: Any, tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
-    with starting(own_cache) as start:
-        done = start(tmp_path / "call", *SMALL, *MODEL, **environment).wait()
+    done = start(tmp_path / "call", *SMALL, *MODEL, **environment).wait()
     assert done.code == 0, done.stderr
     assert "HTTP Request" not in done.stdout + done.stderr
     record = read_result(only_run(tmp_path / "call" / "runs"))
@@ -173,9 +169,7 @@ def test_wikitext_is_text_without_its_empty_lines(hub: MockHub) -> None:
 def test_random_weights_need_no_file_with_weights(hub: MockHub) -> None:
     """The architecture and the tokenizer are those of the model on the hub."""
     config = resolve_model(ModelConfig("org/tiny", pretrained=False))
-    tokenizer = build_tokenizer(config)
-    model = build_model(config, TASKS["rte"], build_config(config, TASKS["rte"], tokenizer), tokenizer)
-    assert type(model).__name__ == "BertForSequenceClassification"
+    assert type(build(config, TASKS["rte"])[0]).__name__ == "BertForSequenceClassification"
     assert identify_model(config) == f"org/tiny@{hub.repositories['models/org/tiny'].branches['main']}"
     assert not [request for request in hub.requests if request.endswith("model.safetensors")]
 
@@ -214,44 +208,25 @@ def read_data_error() -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_repository_needs_consent_and_a_token(hub: MockHub, status: int) -> None:
-    for repository in hub.repositories.values():
-        repository.status, repository.error = status, "GatedRepo"
-    consent = f"access needs consent to its conditions: accept them at {hub.url}"
-    assert read_model_error() == f"model org/tiny: {consent}/org/tiny, then {LOG_IN}{MODEL_COPY}"
-    assert read_data_error() == (f"nyu-mll/glue rte: {consent}/datasets/nyu-mll/glue, then {LOG_IN}{DATA_COPY}")
-
-
-def test_a_repository_that_is_gone_or_private(hub: MockHub) -> None:
-    hub.repositories.clear()
-    assert read_model_error() == (
-        f"model org/tiny: the hub has no model of this name, or a private one: check the name, or {LOG_IN}{MODEL_COPY}"
-    )
-    assert read_data_error() == (
-        "data set nyu-mll/glue: the hub has no data set of this name, or a private one: check the name, or "
-        f"{LOG_IN}{DATA_COPY}"
-    )
-
-
-def test_a_token_without_permission(hub: MockHub) -> None:
+def test_what_the_hub_refuses(hub: MockHub) -> None:
+    """The message says what the model or the data set lacks, and how to mend it."""
+    message = read_model_error("mian")
+    assert message.startswith("model org/tiny at revision mian: the hub has no such revision; expected a branch, a tag")
+    assert message.endswith(f"{hub.url}/org/tiny{MODEL_COPY}")
     hub.repositories["models/org/tiny"].status = 403
-    assert read_model_error() == (
-        "model org/tiny: the hub refuses access (HTTP status 403): log in with `hf auth login`, or set HF_TOKEN to a "
-        f"token that may read it{MODEL_COPY}"
-    )
+    assert "the hub refuses access (HTTP status 403): log in with `hf auth login`" in read_model_error()
+    for status in (401, 403):
+        for repository in hub.repositories.values():
+            repository.status, repository.error = status, "GatedRepo"
+        consent = f"access needs consent to its conditions: accept them at {hub.url}"
+        assert read_model_error() == f"model org/tiny: {consent}/org/tiny, then {LOG_IN}{MODEL_COPY}"
+        assert read_data_error() == f"nyu-mll/glue rte: {consent}/datasets/nyu-mll/glue, then {LOG_IN}{DATA_COPY}"
+    hub.repositories.clear()
+    assert "model org/tiny: the hub has no model of this name, or a private one" in read_model_error()
+    assert "data set nyu-mll/glue: the hub has no data set of this name, or a private one" in read_data_error()
 
 
-def test_a_branch_that_does_not_exist(hub: MockHub) -> None:
-    assert read_model_error("mian") == (
-        "model org/tiny at revision mian: the hub has no such revision; expected a branch, a tag or a commit, which "
-        f"are listed at {hub.url}/org/tiny{MODEL_COPY}"
-    )
-
-
-def test_a_hub_that_does_not_answer(
-    hub: MockHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_silent_hub(hub: MockHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A run does not wait for the hub; it uses the last commit that is known, with a warning."""
     commit = resolve_model(ModelConfig("org/tiny")).revision
     hub.silent = True

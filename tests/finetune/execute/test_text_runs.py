@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -19,6 +18,7 @@ from istar.finetune.training.module import FineTuner
 from istar.models import tiny
 from istar.runs.tasks import TASKS
 from istar.texts import demo
+from tests.finetune.execute.faults import interrupt_and_resume
 from tests.outcomes import assert_same, only_run
 
 Build = Callable[..., Config]
@@ -45,15 +45,8 @@ def make_overrides(task: str, decoder: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(("task", "epochs"), [("clm", 1), ("mlm", 5)])
 @pytest.mark.slow
 def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path, task: str, epochs: int) -> None:
-    record = run(
-        small(
-            *make_overrides(task, decoder),
-            "task.limit_train=300",
-            "optim.lr=1e-2",
-            "run.geometry=false",
-            f"trainer.max_epochs={epochs}",
-        )
-    )
+    learning = ("task.limit_train=300", "optim.lr=1e-2", "run.geometry=false", f"trainer.max_epochs={epochs}")
+    record = run(small(*make_overrides(task, decoder), *learning))
     before, after = record.metrics_before["perplexity"], record.metrics["perplexity"]
     assert after < record.baseline["perplexity"] < before
     assert record.headline["metric"] == "perplexity"
@@ -66,29 +59,11 @@ def test_perplexity_falls_below_that_of_single_words(small: Build, decoder: Path
 def test_a_broken_run_goes_on_exactly(
     small: Build, decoder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str, reg: str
 ) -> None:
-    overrides = (*make_overrides(task, decoder), reg, "trainer.max_epochs=2", "trainer.checkpoint_every_n_steps=2")
-    overrides = (*overrides, "run.geometry=true")
-    if reg == "reg=istar":
-        overrides = (*overrides, "reg.num_points=500")
-    undisturbed_config, broken_config = (
-        small(*overrides, f"run.root={tmp_path / name}") for name in ("whole", "broken")
-    )
-    run(undisturbed_config)
-    original_step, calls = FineTuner.training_step, 0
-
-    def fail_in_fifth_step(self: Any, batch: Any, batch_idx: int) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise KeyboardInterrupt
-        return original_step(self, batch, batch_idx)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FineTuner, "training_step", fail_in_fifth_step)
-        with pytest.raises(BaseException):  # noqa: B017
-            run(broken_config)
-    assert calls == 5
-    run(broken_config)
+    overrides = (*make_overrides(task, decoder), reg, "trainer.max_epochs=2", "trainer.checkpoint_every_n_steps=2",
+                 "run.geometry=true", *(["reg.num_points=500"] if reg == "reg=istar" else []))  # fmt: skip
+    whole, broken = (small(*overrides, f"run.root={tmp_path / name}") for name in ("whole", "broken"))
+    run(whole)
+    interrupt_and_resume(broken, monkeypatch, FineTuner, "training_step", [5])
     assert_same(only_run(tmp_path / "broken"), only_run(tmp_path / "whole"))
 
 
@@ -98,9 +73,7 @@ def load_text_examples(small: Build, path: Path) -> Examples:
     return load_examples(TASKS["mlm"], config.task)
 
 
-def test_a_text_file_holds_out_some_of_its_documents(
-    small: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_file_holds_documents_out(small: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     documents = demo.generate("mlm", "train")["text"][:100]
     (tmp_path / "letters.txt").write_text("\n".join(documents), encoding="utf-8")
     examples = load_text_examples(small, tmp_path / "letters.txt")
@@ -121,13 +94,10 @@ def test_names_of_files_say_which_split_they_are(small: Build, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "the text is empty"),
-        (b"\n \n", "the text is empty"),
-        (b"caf\xe9\n" * 9, "line 1: not UTF-8"),
-        (b"too short\n", "less than one block of 32"),
-        (b"a\n" * 3, "less than one block of 32"),
+        (b"", "the text is empty"), (b"\n \n", "the text is empty"), (b"caf\xe9\n" * 9, "line 1: not UTF-8"),
+        (b"too short\n", "less than one block of 32"), (b"a\n" * 3, "less than one block of 32"),
     ],
-)
+)  # fmt: skip
 def test_texts_that_are_refused_in_one_line(small: Build, tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "train.txt").write_bytes(content)
     (tmp_path / "validation.txt").write_bytes(content)
@@ -154,9 +124,7 @@ def expert_overrides(decoder: Path, architecture: str, values: str) -> tuple[str
     return (*model, f"model.tokenizer={decoder}", f"model.config={{{values},num_key_value_heads:2}}")
 
 
-def test_the_router_loss_of_experts_is_part_of_the_task_loss_but_not_of_perplexity(
-    small: Build, decoder: Path, tmp_path: Path
-) -> None:
+def test_the_router_loss_counts_for_the_task_loss_alone(small: Build, decoder: Path, tmp_path: Path) -> None:
     # The load-balancing loss of a balanced router is `num_experts_per_tok`, here 2.
     steps, perplexities = [], []
     for is_added in ("false", "true"):
@@ -181,9 +149,7 @@ def test_the_router_loss_of_experts_is_part_of_the_task_loss_but_not_of_perplexi
     ],
     ids=["head without it", "architecture without it", "coefficient 0"],
 )
-def test_a_router_loss_that_the_model_does_not_add_is_refused(
-    small: Build, decoder: Path, task: str, architecture: str, values: str
-) -> None:
+def test_a_missing_router_loss(small: Build, decoder: Path, task: str, architecture: str, values: str) -> None:
     model = expert_overrides(decoder, architecture, f"{values},output_router_logits:true")
     with pytest.raises(UserError, match="its loss lacks the load-balancing loss of its routers") as error:
         run(small(f"task={task}", *(TEXT if task == "clm" else ()), *model))

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from socket import socket
@@ -32,7 +31,7 @@ from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.signals import preserve_signal_handlers
 from istar.runs.record import RESULT, read_result
 from tests.finetune.execute.artifacts import Build, place
-from tests.jobs import NOT_THE_TESTS, Done, Job, Start, starting
+from tests.jobs import NOT_THE_TESTS, Done, Job, starting
 from tests.outcomes import assert_same, only_run
 from tests.waiting import SECONDS
 
@@ -68,13 +67,6 @@ SBATCH_VARIABLES = {
     "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
 }  # fmt: skip
 """The variables of the only process of a script under `sbatch --ntasks=2`, without srun."""
-
-
-@pytest.fixture
-def start(own_cache: Path) -> Iterator[Start]:
-    """Yield the function of `tests.jobs.starting`."""
-    with starting(own_cache) as start:
-        yield start
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +142,6 @@ def test_what_torchrun_starts(tmp_path, start, two_process_run):
 
 
 @pytest.mark.slow
-def test_torchrun(tmp_path, start, two_process_run):
-    done = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait()
-    assert done.code == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert_same(only_run(tmp_path / "runs"), two_process_run)
-
-
-@pytest.mark.slow
 def test_torchrun_is_refused(tmp_path, start):
     cases = {
         "-m starts the processes of its runs by itself": ("-m", *TWO_PROCESSES),
@@ -185,9 +169,7 @@ def test_srun(tmp_path, start, two_process_run):
 @pytest.mark.slow
 def test_nodes_by_hand(tmp_path, start, two_process_run):
     port = free_port()
-    jobs = [
-        start(tmp_path, *TWO_NODES, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(rank)) for rank in range(2)
-    ]
+    jobs = [start(tmp_path, *TWO_NODES, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(i)) for i in range(2)]
     for job in jobs:
         job.wait().well()
     assert_same(only_run(tmp_path / "runs"), two_process_run, but_for_the_name=True)
@@ -222,16 +204,6 @@ def test_lightning_sees_srun_where_it_is(monkeypatch, environment, devices, expe
     )
     assert SLURMEnvironment.detect() == ranks.has_external_launcher() == (expected_tasks is not None)
     assert os.environ.get("SLURM_NTASKS") == expected_tasks
-
-
-@pytest.mark.slow
-def test_two_at_once_do_not_disturb_each_other(tmp_path, start):
-    jobs = [start(tmp_path, "seed=1", *LONG) for _ in range(2)]
-    [first, second] = sorted([job.wait() for job in jobs], key=lambda call: "is finished" in call.stdout or call.code)
-    first.well()
-    assert (second.code, second.stderr) == (0, "") or "is being written by another process" in second.line()
-    assert read_result(only_run(tmp_path / "runs")).status == "finished"
-    assert len((only_run(tmp_path / "runs") / "predictions.jsonl").read_text().splitlines()) == 9
 
 
 def test_a_lock_is_told_from_other_errors(composed):
@@ -454,13 +426,20 @@ def test_the_first_process_lost_and_both_stopped(tmp_path, start, two_process_ru
 
 
 @pytest.mark.slow
-def test_a_lost_process_under_torchrun(tmp_path, start, two_process_run):
+def test_a_lost_process_and_a_stop_under_torchrun(tmp_path, start, two_process_run):
     for rank in (0, 1):
         job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments())
         os.kill(job.until_it_trains().rank(rank), signal.SIGKILL)
         assert job.wait().code != 0
         job.until_it_is_gone()
-    assert start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait().code == 0
+    job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).until_it_trains().send(signal.SIGTERM)
+    done = job.wait()
+    assert done.code != 0
+    assert "error: stopped by SIGTERM: saved at step" in done.stderr
+    job.until_it_is_gone()
+    done = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait()
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
     assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
@@ -492,17 +471,6 @@ def test_stopped_by_slurm(tmp_path, start, two_process_run, number):
             for job in jobs:
                 job.wait().well()
     assert_same(only_run(tmp_path / "runs"), two_process_run, but_for_the_name=True)
-
-
-@pytest.mark.slow
-def test_stopped_through_torchrun(tmp_path, start, two_process_run):
-    job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).until_it_trains().send(signal.SIGTERM)
-    done = job.wait()
-    assert done.code != 0
-    assert "error: stopped by SIGTERM: saved at step" in done.stderr
-    job.until_it_is_gone()
-    assert start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait().code == 0
-    assert_same(only_run(tmp_path / "runs"), two_process_run)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Sweeps as jobs of a queue, by submitit's executor for this machine; docs/scaling.md describes SLURM itself."""
 
 import os
-import pickle
 import re
 import signal
 from pathlib import Path
@@ -11,13 +10,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 
-from istar.errors import StoppedError
 from istar.finetune.config import schema
 from istar.runs.record import read_result
-from tests.finetune.processes.test_launch import LONG, Job, single_process_run, start
+from tests.finetune.processes.test_launch import LONG, Job, single_process_run
 from tests.outcomes import assert_same
 
-__all__ = ["single_process_run", "start"]
+__all__ = ["single_process_run"]  # a fixture
 
 pytestmark = [pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")]
 JOBS = ("-m", "hydra/launcher=local_jobs", *LONG)
@@ -132,8 +130,3 @@ def last_saved_step(folder: Path, seed: int) -> int:
             steps = path.parent.glob("checkpoints/step-*.ckpt")
             return max((int(step.stem.removeprefix("step-")) for step in steps), default=0)
     return 0
-
-
-def test_what_a_stopped_job_leaves_can_be_read_again():
-    error = pickle.loads(pickle.dumps(StoppedError("stopped by SIGTERM", signal.SIGTERM)))
-    assert (type(error), str(error), error.exit_code) == (StoppedError, "stopped by SIGTERM", 143)

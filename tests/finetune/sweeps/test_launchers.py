@@ -5,7 +5,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from istar.finetune.training.pruning import open_storage
 from istar.runs.record import RunRecord, read_result
 from tests.finetune.sweeps.conftest import CONF, TINY, Call
 from tests.finetune.sweeps.test_queue import write_run
-from tests.jobs import Start, at_once, starting
+from tests.jobs import Start, at_once
 from tests.waiting import until
 
 JOBLIB, RAY = "hydra_plugins.hydra_joblib_launcher", "hydra_plugins.hydra_ray_launcher"
@@ -40,13 +40,6 @@ INTERPRETER = ("-B",)
 
 RAY_ENVIRONMENT: dict[str, Any] = {"python": INTERPRETER, "RAY_TMPDIR": tempfile.gettempdir()}
 """Arguments of `start` for Ray, whose sockets need a short path."""
-
-
-@pytest.fixture
-def start(own_cache: Path) -> Iterator[Start]:
-    """Yield the function of `tests.jobs.starting`."""
-    with starting(own_cache) as start:
-        yield start
 
 
 @pytest.fixture
@@ -162,15 +155,6 @@ def test_ray_executes_a_grid_in_two_workers(tmp_path: Path, start: Start) -> Non
     assert len(finished) == 1
     assert start(tmp_path, *arguments, **RAY_ENVIRONMENT).wait().code == 1
     assert {path: path.stat().st_mtime_ns for path in finished} == {path: times[path] for path in finished}
-
-
-@pytest.mark.slow
-def test_ray_executes_a_search(tmp_path: Path, start: Start) -> None:
-    pytest.importorskip(RAY)
-    search = ("sweep.search=optuna", "sweep.trials=3", "sweep.jobs=2", "seed=1,2,3")
-    done = start(tmp_path, "-m", *RAY_ON_CPUS, *search, *TINY, **RAY_ENVIRONMENT).wait()
-    assert done.code == 0, done
-    assert read_statuses(tmp_path) == ["finished"] * 3
 
 
 def wait_for_the_other_job(config: DictConfig) -> str:

@@ -13,7 +13,6 @@ from istar.cli.main import main
 from istar.drawing.terminal import format_duration
 from istar.errors import UserError
 from istar.files.writing import write_text
-from istar.finetune.config.schema import to_dict
 from istar.finetune.sweeps import live_table
 from istar.finetune.sweeps.live_table import (
     STATE_FILE,
@@ -27,8 +26,8 @@ from istar.finetune.sweeps.live_table import (
     render_sweep,
     update_progress,
 )
-from istar.runs.record import PROGRESS, RunRecord
-from tests.finished_runs import NO_KEY
+from istar.runs.record import PROGRESS
+from tests.finished_runs import make_finished_record
 
 NOW = 1_700_000_000.0
 
@@ -41,14 +40,9 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_entry(run_number: int = 1, **values: Any) -> SweepEntry:
     default_values = {
-        "overrides": [f"seed={run_number}", "task=rte"],
-        "task": "rte",
-        "model": "bert",
-        "method": "I-STAR λ=-1 ζ=0.4",
-        "method_name": "I-STAR",
-        "configuration": "c1",
-        "seed": run_number,
-    }
+        "overrides": [f"seed={run_number}", "task=rte"], "task": "rte", "model": "bert",
+        "method": "I-STAR λ=-1 ζ=0.4", "method_name": "I-STAR", "configuration": "c1", "seed": run_number,
+    }  # fmt: skip
     return SweepEntry(f"run{run_number}", **{**default_values, **values})
 
 
@@ -62,13 +56,6 @@ def make_state(*entries: SweepEntry, **values: Any) -> SweepState:
     return SweepState(
         **{"name": "sweep-1", "command": "python train.py -m", "root": "runs", "jobs": 2, **values},
         entries=list(entries),
-    )
-
-
-def make_finished_record(config: Any, value: float, collapsed: bool = False) -> RunRecord:
-    headline = {"metric": "accuracy", "value": value, "epoch": 2}
-    return RunRecord(
-        "run1", "finished", to_dict(config), NO_KEY, headline, collapsed={"validation": collapsed}, epochs=[{}, {}, {}]
     )
 
 
@@ -97,9 +84,7 @@ def test_the_time_to_go() -> None:
     waiting_entries = [make_entry(number, status="waiting") for number in range(3, 6)]
     running_entry = make_entry(6, status="running", started=NOW - 20)
     # One run took 60 s; a run that was finished before the sweep has no duration. The running one has 40 s left.
-    assert estimate_seconds_left(make_state(*finished_entries, *waiting_entries, running_entry)) == pytest.approx(
-        (40 + 3 * 60) / 2
-    )
+    assert estimate_seconds_left(make_state(*finished_entries, *waiting_entries, running_entry)) == 110
     assert estimate_seconds_left(make_state(*waiting_entries)) is None
     assert estimate_seconds_left(make_state(*waiting_entries, expected=10, jobs=1, to_come=2)) == pytest.approx(50)
 
@@ -125,10 +110,8 @@ def test_the_table() -> None:
     ]  # fmt: skip
     lines = [line.strip() for line in text.splitlines()]
     assert lines[lines.index("best so far:") + 1] == "rte · bert · I-STAR λ=-1 ζ=0.4: accuracy 65.00 (2 seeds)"
-    assert (
-        lines[lines.index("running:") + 1]
-        == "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2/3 · computing Sigma_S, 65 s"
-    )
+    running = "rte · bert · I-STAR λ=-1 ζ=0.4 · seed 5: epoch 2/3 · computing Sigma_S, 65 s"
+    assert lines[lines.index("running:") + 1] == running
     assert lines[lines.index("running elsewhere:") + 1] == "rte · bert · Base · seed 8: starting"
 
 
@@ -157,21 +140,6 @@ def test_the_best_configuration_has_the_most_seeds_and_examples_as_in_the_report
     assert [entry.configuration for entry in live_table.find_best_configuration(entries)] == ["best"] * 2
 
 
-def test_lines() -> None:
-    finished_entry = make_entry(
-        1, status="finished", metric="accuracy", value=0.625, started=10, ended=70, collapsed=True
-    )
-    sweep_state = make_state(finished_entry, make_entry(2))
-    assert (
-        format_result_line(sweep_state, finished_entry)
-        == "[1/2] rte · bert · I-STAR λ=-1 ζ=0.4 · seed 1: accuracy 62.50, collapsed (60 s)"
-    )
-    failed_entry = make_entry(2, status="failed", error="no such layer", log="logs/run2.log")
-    assert format_result_line(make_state(finished_entry, failed_entry), failed_entry).endswith(
-        "seed 2: failed: no such layer (logs/run2.log)"
-    )
-
-
 def test_lines_name_the_settings_in_which_runs_of_one_label_differ() -> None:
     """Runs of a grid over the learning rate used to have lines of one name."""
     slow, fast = (
@@ -185,7 +153,10 @@ def test_lines_name_the_settings_in_which_runs_of_one_label_differ() -> None:
     assert [state.describe(entry) for entry in state.entries] == names
     assert all(f"  {name}: starting" in render_text(state) for name in names)
     fast.status, fast.metric, fast.value = "finished", "accuracy", 0.5
-    assert format_result_line(state, fast).startswith(f"[1/3] {names[1]}: accuracy 50.00")
+    fast.started, fast.ended, fast.collapsed = 10, 70, True
+    assert format_result_line(state, fast) == f"[1/3] {names[1]}: accuracy 50.00, collapsed (60 s)"
+    slow.status, slow.error, slow.log = "failed", "no such layer", "logs/run1.log"
+    assert format_result_line(state, slow).endswith(": failed: no such layer (logs/run1.log)")
 
 
 def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
@@ -197,23 +168,21 @@ def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:
         assert read_state(tmp_path / "s" / STATE_FILE) == sweep_state
         live_board.record_start(entry, tmp_path / "log")
         assert read_state(tmp_path / "s" / STATE_FILE).entries[0].status == "running"
-        live_board.record_end(entry, make_finished_record(config, 0.7))
+        live_board.record_end(entry, make_finished_record("run1", config, 0.7))
         saved_state = read_state(tmp_path / "s" / STATE_FILE)
         assert (saved_state.entries[0].status, saved_state.entries[0].value) == ("finished", 0.7)
         assert not saved_state.is_over
         live_board.record_end(entry, UserError("it broke"))
         assert read_state(tmp_path / "s" / STATE_FILE).entries[0].error == "it broke"
     assert read_state(tmp_path / "s" / STATE_FILE).is_over
-
-
-def test_on_a_terminal_the_table_lives(tmp_path: Path) -> None:
-    entry = make_entry()
-    console = Console(file=io.StringIO(), force_terminal=True, width=150)
-    with Board(tmp_path / "s", make_state(entry, root=str(tmp_path)), console) as live_board:
+    # On a terminal the table is drawn again and again, without a line for each run.
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=150)
+    with Board(tmp_path / "s", make_state(make_entry(), root=str(tmp_path)), terminal) as live_board:
+        [entry] = live_board.state.entries
         live_board.record_start(entry, None)
         live_board.tick()
         live_board.record_end(entry, UserError("it broke"))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = terminal.file.getvalue()  # type: ignore[attr-defined]
     assert "seed 1: starting" in text
     assert "1 failed" in text
     assert "[1/1]" not in text
@@ -242,27 +211,20 @@ def write_state_file(root: Path, name: str, **values: Any) -> None:
 
 
 def test_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def watch(*arguments: str, code: int = 0) -> str:
+        assert main(["watch", str(tmp_path), "--once", *arguments]) == code
+        output = capsys.readouterr()
+        return " ".join((output.out + output.err).split())
+
+    assert "holds no sweep; name the folder that holds the runs" in watch(code=2)
     write_state_file(tmp_path, "old-1", is_over=True)
     write_state_file(tmp_path, "now-2")
-    assert main(["watch", str(tmp_path), "--once"]) == 0
-    output = capsys.readouterr().out
+    output = watch()
     assert "now-2: 0 of 1 runs finished" in output
     assert "old-1" not in output
     assert "no update" not in output
-    assert main(["watch", str(tmp_path), "--once", "--sweep", "old-1"]) == 0
-    assert "old-1: 0 of 1" in capsys.readouterr().out
-
-
-def test_watch_tells_a_dead_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_state_file(tmp_path, "dead-1", seen=NOW - 3600)
-    assert main(["watch", str(tmp_path), "--once"]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert "no update for 60 min; if the sweep was killed, this command resumes it: python train.py -m" in output
-
-
-def test_watch_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(tmp_path), "--once"]) == 2
-    assert "holds no sweep; name the folder that holds the runs" in capsys.readouterr().err
-    write_state_file(tmp_path, "now-1")
-    assert main(["watch", str(tmp_path), "--once", "--sweep", "later"]) == 2
-    assert "holds no sweep later; there are now-1" in capsys.readouterr().err
+    assert "old-1: 0 of 1" in watch("--sweep", "old-1")
+    assert "holds no sweep later; there are now-2" in watch("--sweep", "later", code=2)
+    write_state_file(tmp_path, "dead-3", seen=NOW - 3600)
+    dead = watch("--sweep", "dead-3")
+    assert "no update for 60 min; if the sweep was killed, this command resumes it: python train.py -m" in dead

@@ -97,19 +97,13 @@ def execute(source: Source, tmp_path: Path, jobs: int = 2, fail_fast: bool = Fal
 @pytest.mark.parametrize("jobs", [1, 2, 3, 20])
 def test_so_many_at_a_time_and_each_of_them_once(composed: Any, tmp_path: Path, jobs: int) -> None:
     names = [f"run{number}" for number in range(7)]
-    source = Source(composed(), *names)
+    source = Source(composed(), *names, "bad1", "bad2")
     execute(source, tmp_path, jobs)
-    assert source.outcome_by_run == dict.fromkeys(names, "finished")
-    assert sorted(source.running) == names
-    assert Run.max_alive == min(jobs, 7)
-
-
-def test_one_that_fails_does_not_stop_the_others(composed: Any, tmp_path: Path) -> None:
-    source = Source(composed(), "a", "bad1", "b", "bad2", "c")
-    execute(source, tmp_path)
-    assert source.outcome_by_run == {"a": "finished", "b": "finished", "c": "finished"} | dict.fromkeys(
-        ("bad1", "bad2"), "failed: it broke"
+    assert source.outcome_by_run == dict.fromkeys(names, "finished") | dict.fromkeys(
+        ["bad1", "bad2"], "failed: it broke"
     )
+    assert sorted(source.running) == ["bad1", "bad2", *names]
+    assert Run.max_alive == min(jobs, 9)
 
 
 def test_fail_fast(composed: Any, tmp_path: Path) -> None:
@@ -180,18 +174,6 @@ def test_what_another_process_executes_is_waited_for(composed: Any, tmp_path: Pa
     execute(source, tmp_path, fail_fast=True)
     assert source.outcome_by_run == dict.fromkeys("abcd", "finished")
     assert source.running == ["locked-a", "b", "locked-c", "d", "c", "a"]
-
-
-def test_a_signal_ends_the_wait(composed: Any, tmp_path: Path) -> None:
-    class Stopping(Source):
-        def tick(self) -> None:
-            if self.elsewhere:
-                signal.raise_signal(signal.SIGTERM)
-
-    source = Stopping(composed(), "locked")
-    with pytest.raises(StoppedError, match="stopped by SIGTERM"):
-        execute(source, tmp_path)
-    assert source.outcome_by_run == {}
 
 
 @pytest.mark.parametrize(

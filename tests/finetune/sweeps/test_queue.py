@@ -118,9 +118,7 @@ def lock(runs: SweepRuns, seed: int, locks: ExitStack) -> tuple[Path, Config]:
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_run_of_another_process_is_waited_for(
-    make_runs: Callable[..., SweepRuns], locks: ExitStack, is_finished: bool
-) -> None:
+def test_waiting_for_another_process(make_runs: Callable[..., SweepRuns], locks: ExitStack, is_finished: bool) -> None:
     """The result of the other process is used; a run that it has left unfinished is executed by the sweep."""
     sweep_runs = with_all_runs(make_runs(*GRID))
     folder, config = lock(sweep_runs, 1, locks)
@@ -160,9 +158,7 @@ def test_a_signal_ends_the_wait(make_runs: Callable[..., SweepRuns], locks: Exit
     assert [entry.status for entry in sweep_runs.state.entries] == ["elsewhere", "finished", "finished"]
 
 
-def test_the_seeds_follow_when_all_is_settled(
-    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seeds_are_last(make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The seeds repeat the run that another process executes, because it has the best learning rate."""
     request = make_runs("optim.lr=1e-3,1e-4", "seed=1", *TINY).request
     request = replace(request, settings=replace(request.settings, seeds=[1, 2]))
@@ -186,9 +182,7 @@ def test_the_seeds_follow_when_all_is_settled(
     assert (Run.seeds, Run.rates) == ([1, 2], [1e-3, 1e-4])
 
 
-def test_the_folder_of_a_sweep_is_written_by_one_command_at_a_time(
-    make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_command_writes_at_a_time(make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands that share a search removed each other's unfinished files."""
     monkeypatch.setattr(writing, "_LOCK_TIMEOUT_SECONDS", 0.1)
     sweep_runs = make_runs(*GRID)
@@ -251,9 +245,7 @@ def test_a_result_arrives_while_the_launcher_waits_for_others(make_runs: Callabl
 
 
 @pytest.mark.usefixtures("in_memory")
-def test_a_search_takes_over_the_trials_of_another_call(
-    make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_takes_trials_over(make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch) -> None:
     """The call with nothing left to start waits for the trial of the other call, and has its result."""
     arguments = ("optim.lr=1e-3,1e-4", "sweep.trials=2", "sweep.search=optuna", *TINY)
     sweep_runs, other_runs = make_runs(*arguments), make_runs(*arguments)
@@ -277,21 +269,6 @@ def test_a_search_takes_over_the_trials_of_another_call(
     assert len(Run.rates) == 1
     assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * 2
     assert sweep_runs.state.entries[1].name == trial.name
-
-
-@pytest.mark.usefixtures("in_memory")
-def test_a_search_executes_each_run_of_a_small_space_once(make_runs: Callable[..., SweepRuns]) -> None:
-    """No run is executed twice or counts as failed, although the search may have one trial more."""
-    pytest.importorskip("optuna")
-    sweep_runs = make_runs(
-        "optim.lr=1e-3,1e-4", "seed=1,2", "sweep.trials=5", "sweep.search=optuna", "sweep.jobs=2", *TINY
-    )  # fmt: skip
-    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
-        sweep.run_search(sweep_runs, board)
-    executed = list(zip(Run.seeds, Run.rates, strict=True))
-    assert len(executed) == len(set(executed)) == 4
-    assert [entry.status for entry in sweep_runs.state.entries] == ["finished"] * 4
-    assert sweep_runs.state.to_come == 0
 
 
 @pytest.mark.usefixtures("in_memory")
@@ -336,35 +313,6 @@ def test_a_search_resumes_killed_runs_and_replaces_failed_ones(
     assert search() == []
 
 
-@pytest.mark.slow
-def test_a_search_waits_for_a_run_of_another_process(
-    make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The result of the other process becomes the value of the trial."""
-    optuna = pytest.importorskip("optuna")
-    arguments = ("sweep.search=optuna", "sweep.trials=3", *TINY)
-    sweep_runs = make_runs("seed=1,2,3", *arguments)
-    folder, config = lock(with_all_runs(make_runs("seed=2", *arguments)), 2, locks)
-
-    class Finishing(sweep.SearchQueue):
-        def tick(self) -> None:
-            if len(self.runs.state.entries_with("finished")) == 2:
-                write_run(folder, config)
-                locks.close()
-            super().tick()
-
-    monkeypatch.setattr(sweep, "SearchQueue", Finishing)
-    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
-        sweep.run_search(sweep_runs, board)
-    assert sorted(Run.seeds) == [1, 3]
-    [study] = optuna.get_all_study_summaries(f"sqlite:///{sweep_runs.folder / 'optuna.db'}")
-    trials = optuna.load_study(
-        study_name=study.study_name, storage=f"sqlite:///{sweep_runs.folder / 'optuna.db'}"
-    ).trials
-    complete = {trial.params["seed"]: trial.value for trial in trials if trial.state.name == "COMPLETE"}
-    assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}
-
-
 def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]) -> None:
     """The metric on the validation set is only reported."""
     sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "sweep.seeds=[7]", *TINY))
@@ -373,16 +321,6 @@ def test_the_best_is_chosen_by_held_out_data(make_runs: Callable[..., SweepRuns]
         held_out = {"set": "held_out", "metric": "accuracy_held_out", "value": 0.9 if is_better else 0.1}
         record = make_finished_record(trial.name, trial.config, 0.1 if is_better else 0.9, selection=held_out)
         entry.apply_record(record)
-    [overrides] = sweep_runs.list_repetitions_of_best()
-    assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
-
-
-def test_the_best_mean_is_repeated_and_not_the_best_run(make_runs: Callable[..., SweepRuns]) -> None:
-    sweep_runs = with_all_runs(make_runs("optim.lr=1e-4,1e-3", "seed=1,2", "sweep.seeds=[7]", *TINY))
-    values = {(1e-4, 1): 0.9, (1e-4, 2): 0.1, (1e-3, 1): 0.6, (1e-3, 2): 0.7}
-    for trial, entry in list_trials(sweep_runs):
-        value = values[trial.config.optim.lr, trial.config.seed]
-        entry.apply_record(make_finished_record(trial.name, trial.config, value))
     [overrides] = sweep_runs.list_repetitions_of_best()
     assert {"optim.lr=0.001", "seed=7"} <= set(overrides)
 
@@ -401,16 +339,11 @@ def test_the_best_of_each_grid_is_repeated(make_runs: Callable[..., SweepRuns]) 
     assert len(repetitions) == 4
     for weight, rate in (("1", "0.001"), ("-1", "0.0001")):
         for seed in (7, 8):
-            assert any(
-                {f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= repetition for repetition in repetitions
-            )
+            assert any({f"reg.lambda={weight}", f"optim.lr={rate}", f"seed={seed}"} <= found for found in repetitions)
     # The comparison has the best configurations alone, and names what the search has found.
     assert sweep.print_results(sweep_runs) == 0
     table = (sweep_runs.folder / "comparison.md").read_text()
-    assert sorted(re.findall(r"I-STAR [^|]*\w", table)) == [
-        "I-STAR λ=-1 ζ=0.4 lr=0.0001",
-        "I-STAR λ=1 ζ=0.4 lr=0.001",
-    ]
+    assert sorted(re.findall(r"I-STAR [^|]*\w", table)) == ["I-STAR λ=-1 ζ=0.4 lr=0.0001", "I-STAR λ=1 ζ=0.4 lr=0.001"]
 
 
 def test_a_search_repeats_the_best_of_each_grid(make_runs: Callable[..., SweepRuns]) -> None:
@@ -435,3 +368,30 @@ def test_a_launcher_cannot_choose_the_precision(make_runs: Callable[..., SweepRu
     sweep_runs.request = replace(sweep_runs.request, launcher=lambda jobs: [])
     with pytest.raises(UserError, match=r"^trainer\.precision=auto: .*name the precision"):
         with_all_runs(sweep_runs)
+
+
+@pytest.mark.slow
+def test_a_search_waits(make_runs: Callable[..., SweepRuns], locks: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of the other process becomes the value of the trial."""
+    optuna = pytest.importorskip("optuna")
+    arguments = ("sweep.search=optuna", "sweep.trials=3", *TINY)
+    sweep_runs = make_runs("seed=1,2,3", *arguments)
+    folder, config = lock(with_all_runs(make_runs("seed=2", *arguments)), 2, locks)
+
+    class Finishing(sweep.SearchQueue):
+        def tick(self) -> None:
+            if len(self.runs.state.entries_with("finished")) == 2:
+                write_run(folder, config)
+                locks.close()
+            super().tick()
+
+    monkeypatch.setattr(sweep, "SearchQueue", Finishing)
+    with Board(sweep_runs.folder, sweep_runs.state, Console(quiet=True)) as board:
+        sweep.run_search(sweep_runs, board)
+    assert sorted(Run.seeds) == [1, 3]
+    [study] = optuna.get_all_study_summaries(f"sqlite:///{sweep_runs.folder / 'optuna.db'}")
+    trials = optuna.load_study(
+        study_name=study.study_name, storage=f"sqlite:///{sweep_runs.folder / 'optuna.db'}"
+    ).trials
+    complete = {trial.params["seed"]: trial.value for trial in trials if trial.state.name == "COMPLETE"}
+    assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}

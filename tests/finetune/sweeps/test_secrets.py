@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from istar.errors import UserError, mask_secrets, shorten
 from istar.finetune.config import SweepConfig
-from istar.finetune.sweeps.planned_runs import SweepRuns
 from istar.finetune.sweeps.study import Study
 from istar.finetune.sweeps.trials import make_search_spaces
 from istar.finetune.training.pruning import TrialReference
@@ -62,9 +61,7 @@ def test_an_error_shows_no_password(tmp_path: Path, storage: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_what_launchers_write_into_the_files_of_their_jobs(
-    make_sweeper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_launchers_write(make_sweeper: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     storage = f"sweep.storage=postgresql://me:{PASSWORD}@localhost/db"
     given: list[Any] = []
     monkeypatch.setattr(Plugins, "instantiate_launcher", lambda self, **arguments: given.append(arguments["config"]))
@@ -77,12 +74,6 @@ def test_what_launchers_write_into_the_files_of_their_jobs(
     assert request.settings.storage == f"postgresql://me:{PASSWORD}@localhost/db"
 
 
-def test_the_storage_is_not_part_of_the_name_of_a_sweep(make_runs: Callable[..., SweepRuns]) -> None:
-    runs = make_runs("task=demo", "task.limit_train=8", f"sweep.storage=postgresql://me:{PASSWORD}@localhost/db")
-    other = make_runs("task=demo", "task.limit_train=8")
-    assert runs.folder == other.folder
-
-
 @pytest.mark.parametrize(
     ("text", "masked"),
     [
@@ -91,12 +82,10 @@ def test_the_storage_is_not_part_of_the_name_of_a_sweep(make_runs: Callable[...,
         ("'sweep.storage=mysql+pymysql://a:b@c/d' seed=1", "'sweep.storage=mysql+pymysql://a:***@c/d' seed=1"),
         ("mysql://host/db?user=me&password=secret&ssl=1", "mysql://host/db?user=me&password=***&ssl=1"),
         ("+hydra.job.env_set.WANDB_API_KEY=0123 seed=1", "+hydra.job.env_set.WANDB_API_KEY=*** seed=1"),
-        ("HF_TOKEN=hf_0123", "HF_TOKEN=***"),
-        ("sqlite:////home/me/optuna.db", "sqlite:////home/me/optuna.db"),
-        ("model.tokenizer=bert task.max_tokens=3 http://localhost:8080/x", None),
-        ("https://me@host/path", None),
+        ("HF_TOKEN=hf_0123", "HF_TOKEN=***"), ("sqlite:////home/me/optuna.db", "sqlite:////home/me/optuna.db"),
+        ("model.tokenizer=bert task.max_tokens=3 http://localhost:8080/x", None), ("https://me@host/path", None),
     ],
-)
+)  # fmt: skip
 def test_masks(text: str, masked: str | None) -> None:
     assert mask_secrets(text) == (masked or text)
     assert str(UserError(text)) == shorten(text) == (masked or text)

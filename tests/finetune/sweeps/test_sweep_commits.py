@@ -61,7 +61,5 @@ def test_a_search_does_not_mix_the_results_of_two_commits(make_runs: Callable[..
         record = make_finished_record(trial.name, trial.config)
         study.tell(trial_number, record)
         write_result(record, first.request.root / trial.name)
-    with pytest.raises(
-        UserError, match=r"a finished trial, but its run demo-tiny-\S+ does not exist.*or the earlier commit"
-    ):
+    with pytest.raises(UserError, match=r"a finished trial, but its run demo-tiny-\S+ does not exist"):
         run_search(second, None)  # type: ignore[arg-type]

@@ -21,12 +21,9 @@ def test_the_most_alike_count(composed: Any) -> None:
     mrpc, cola = (replace(rte, task=replace(rte.task, name=name)) for name in ("mrpc", "cola"))
     base = composed("task=rte", "reg=none", "trainer.max_epochs=4")
     finished_runs = [
-        make_timed_record(rte, 20),
-        make_timed_record(rte, 40),
-        make_timed_record(rte, 1000),
-        make_timed_record(base, 8),
-        make_timed_record(mrpc, 999999),
-    ]
+        make_timed_record(rte, 20), make_timed_record(rte, 40), make_timed_record(rte, 1000),
+        make_timed_record(base, 8), make_timed_record(mrpc, 999999),
+    ]  # fmt: skip
     # The median of RTE is 40 s for 2 x 100: 0.2 s per example and epoch. Without a penalty it is 8 s for 4 x 100.
     assert estimate_duration([(rte, 50), (base, 200)], finished_runs)[0] == pytest.approx(0.2 * 2 * 50 + 0.02 * 4 * 200)
     assert estimate_duration([(rte, 50)], finished_runs)[1] == "by finished runs of the same model, task and method"

@@ -350,7 +350,5 @@ def test_a_trial_leaves_modes_and_random_numbers_as_they_are_and_no_hooks(name: 
 def test_a_model_without_weights_is_refused_where_only_a_trial_could_tell() -> None:
     with torch.device("meta"):
         model = AutoModel.from_config(AutoConfig.for_model("bloom", **CASES["bloom"].settings))
-    with pytest.raises(
-        UserError, match="BloomModel cannot be tried on token ids; expected a model of text that has weights"
-    ):
+    with pytest.raises(UserError, match="BloomModel cannot be tried on token ids; expected a model of text"):
         find_layers(model)

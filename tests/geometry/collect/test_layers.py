@@ -14,6 +14,7 @@ from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import isoscore_unbiased
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from tests import oracles
+from tests.geometry.collect import test_stream
 
 DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
 ORIGIN = torch.linspace(-1, 1, DIM).double()
@@ -62,9 +63,7 @@ def tolerance(is_by_type: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("max_recent_points", [1, 7, 10_000])
-def test_batches_merges_and_states_do_not_change_measures(
-    max_recent_points: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_and_merges_change_no_measures(max_recent_points: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
     first, second = zip(*(column.split([8 * LENGTH, 12 * LENGTH]) for column in make_text()), strict=True)
     expected_layer = make_layer(make_text())
@@ -86,22 +85,14 @@ def test_batches_merges_and_states_do_not_change_measures(
 
 def compute_naive_measures(points: Any) -> dict[str, float]:
     """Compute the measures that have a standard error by their definitions; return them by name."""
-    covariance = np.cov(points.T)
-    singular_values = np.linalg.svd(points - points.mean(0), compute_uv=False)
-    shares = singular_values / singular_values.sum()
-    participation = np.trace(covariance) ** 2 / np.trace(covariance @ covariance)
-    average_norm, mean_vector = np.linalg.norm(points, axis=1).mean(), np.linalg.norm(points.mean(0))
+    names = ("inter_sim", "average_norm", "isoscore", "effective_rank", "participation_ratio", "nesum",
+             "mean_vector_norm")  # fmt: skip
+    measures = test_stream.compute_naive_measures(points, np.arange(len(points)) // 2)
     return {
-        "inter_sim": oracles.mean_pair_cosine(points),
-        "average_norm": average_norm,
-        "isoscore": (participation - 1) / (points.shape[1] - 1),
+        **{name: measures[name] for name in names},
         "isoscore_unbiased": float(isoscore_unbiased(torch.from_numpy(points))),
-        "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
-        "participation_ratio": participation,
-        "nesum": np.trace(covariance) / np.linalg.eigvalsh(covariance).max(),
         "alpha_req": math.nan,  # not defined in six dimensions
-        "mean_vector_norm": mean_vector,
-        "norm_ratio": mean_vector / average_norm,
+        "norm_ratio": measures["mean_vector_norm"] / measures["average_norm"],
     }
 
 
@@ -114,9 +105,7 @@ def measures_without_group() -> list[dict[str, float]]:
 
 def test_errors_are_those_of_measures_without_each_group(measures_without_group: list[dict[str, float]]) -> None:
     measures = make_layer(make_text()).compute_measures()
-    assert {name for name in measures if name.endswith("_error")} == {
-        f"{name}_error" for name in measures_without_group[0]
-    }
+    assert {key for key in measures if key.endswith("_error")} == {f"{key}_error" for key in measures_without_group[0]}
     for name in measures_without_group[0]:
         pseudo_values = [-(GROUPS - 1) * values[name] for values in measures_without_group]
         assert measures[f"{name}_error"] == pytest.approx(scipy.stats.sem(pseudo_values), rel=1e-8, nan_ok=True), name
@@ -131,10 +120,8 @@ def test_replicates_are_measures_without_each_group(measures_without_group: list
     assert replicates["alpha_req"] == []  # not defined in six dimensions
     assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
     assert make_layer(make_text(), settings=LayerSettings("basic")).compute_replicates() == {}
-    replicates_with_empty_group = make_layer(
-        (points, tokens, positions, groups.clamp(max=GROUPS - 2))
-    ).compute_replicates()
-    assert set(map(tuple, replicates_with_empty_group.values())) == {()}
+    without_group = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))).compute_replicates()
+    assert set(map(tuple, without_group.values())) == {()}
 
 
 def test_groups_do_not_change_the_measures() -> None:
@@ -153,9 +140,7 @@ def test_without_scatter_by_group_some_errors_are_left_out() -> None:
     all_measures = make_layer(make_text()).compute_measures()
     errors = {name for name in basic_measures if name.endswith("_error")}
     assert errors == {"inter_sim_error", "average_norm_error"}
-    assert basic_measures == pytest.approx(
-        {name: all_measures[name] for name in basic_measures}, rel=1e-10, nan_ok=True
-    )
+    assert basic_measures == pytest.approx({key: all_measures[key] for key in basic_measures}, rel=1e-10, nan_ok=True)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
@@ -169,15 +154,10 @@ def test_points_that_are_equal_up_to_rounding_have_norms_and_cosines_alone(scale
     layer = Layer(TYPES, scale * ORIGIN, LayerSettings("all", GROUPS))
     add_tokens(layer, points, *columns)
     measures = layer.compute_measures()
-    of_the_point = [
-        *("average_norm", "mean_vector_norm", "norm_ratio"),
-        *("massive_activations", "largest_activation_ratio"),
-    ]
-    of_the_direction = [
-        *("inter_sim", "intra_sim", "adjusted_intra_sim", "mean_direction_norm", "rank_me"),
-        *("top_1_cosine_share", "top_5_cosine_share", "token_kurtosis", "largest_token_kurtosis"),
-    ]
-    expected_names = {"tokens", *of_the_point, *(of_the_direction if scale else ())}
+    norms = {"average_norm", "mean_vector_norm", "norm_ratio", "massive_activations", "largest_activation_ratio"}
+    cosines = {"inter_sim", "intra_sim", "adjusted_intra_sim", "mean_direction_norm", "rank_me", "top_1_cosine_share",
+               "top_5_cosine_share", "token_kurtosis", "largest_token_kurtosis"}  # fmt: skip
+    expected_names = {"tokens", *norms, *(cosines if scale else ())}
     errors = {f"{name}_error" for name in expected_names if f"{name}_error" in measures}
     assert {name for name, value in measures.items() if math.isfinite(value)} == expected_names | errors
     assert measures["average_norm"] == pytest.approx(points[0].norm().item(), rel=1e-6)
@@ -232,12 +212,7 @@ def test_basic_measures_and_no_vocabulary() -> None:
         make_layer(make_text(), settings=settings).compute_measures(),
         make_layer(make_text()).compute_measures(),
     )
-    expected_extra = {
-        "token_kurtosis",
-        "largest_token_kurtosis",
-        "massive_activations",
-        "largest_activation_ratio",
-    }
+    expected_extra = {"token_kurtosis", "largest_token_kurtosis", "massive_activations", "largest_activation_ratio"}
     assert {name for name in all_measures if not name.endswith("_error")} - basic_measures.keys() == expected_extra
     assert make_layer(make_text(), settings=settings).find_massive_activations() is None
     layer_without_vocabulary = Layer(0, ORIGIN, settings)

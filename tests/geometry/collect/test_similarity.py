@@ -25,15 +25,8 @@ WORDS = demo.vocabulary()[:20]
 
 def make_encoder(seed: int, num_layers: int = 2) -> hf.BertModel:
     torch.manual_seed(seed)
-    return hf.BertModel(
-        hf.BertConfig(
-            vocab_size=len(TOKENIZER),
-            hidden_size=16,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            intermediate_size=32,
-        )
-    ).eval()
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": len(TOKENIZER)}
+    return hf.BertModel(hf.BertConfig(**sizes, num_hidden_layers=num_layers)).eval()
 
 
 def make_documents(num_documents: int, seed: int = 0) -> list[str]:
@@ -55,26 +48,16 @@ def test_mean_states_are_those_of_each_document_alone() -> None:
 
 
 def test_similarities_of_all_pairs(tmp_path: Path) -> None:
-    models = []
-    for index, num_layers in enumerate((1, 2, 2)):
-        make_encoder(index, num_layers).save_pretrained(tmp_path / str(index))
-        TOKENIZER.save_pretrained(tmp_path / str(index))
-        models.append((f"model {index}", ModelSource(str(tmp_path / str(index)))))
+    models = save_models(tmp_path, make_encoder(0, 1), make_encoder(1))
     texts = make_documents(40)
-    similarities = compute_similarities([*models[:2], ("again", models[1][1])], texts, 128, "cpu")
-    assert [(pair.first, pair.second) for pair in similarities] == [
-        ("model 0", "model 1"),
-        ("model 0", "again"),
-        ("model 1", "again"),
-    ]
+    similarities = compute_similarities([*models, ("again", models[1][1])], texts, 128, "cpu")
+    pairs = [("model 0", "model 1"), ("model 0", "again"), ("model 1", "again")]
+    assert [(pair.first, pair.second) for pair in similarities] == pairs
     assert np.shape(similarities[0].values) == (2, 3)
     assert similarities[0].first_taps == ("embeddings", "layer_1")
     # The last pair compares a model with itself.
     assert np.diag(similarities[2].values) == pytest.approx([1, 1, 1], abs=1e-6)
-    first, second = (
-        compute_mean_states(make_encoder(index, num_layers), TOKENIZER, texts, 128)
-        for index, num_layers in ((0, 1), (1, 2))
-    )
+    first, second = (compute_mean_states(make_encoder(seed, seed + 1), TOKENIZER, texts, 128) for seed in (0, 1))
     assert similarities[0].values[1][2] == pytest.approx(cka(first["layer_1"], second["layer_2"]), abs=1e-6)
     most_similar = list(second.values())[np.argmax(similarities[0].values[1])]
     expected_error = cka_with_error(first["layer_1"], most_similar, 10).error
@@ -83,13 +66,10 @@ def test_similarities_of_all_pairs(tmp_path: Path) -> None:
 
 
 def test_few_documents_give_no_standard_error(tmp_path: Path) -> None:
-    make_encoder(0).save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
-    source = ModelSource(str(tmp_path))
-    (similarity,) = compute_similarities([("first", source), ("again", source)], make_documents(19), 8, "cpu")
-    assert np.isnan(similarity.errors_of_largest).all()
-    (similarity,) = compute_similarities([("first", source), ("again", source)], make_documents(20), 8, "cpu")
-    assert np.isfinite(similarity.errors_of_largest).all()
+    models = save_models(tmp_path, make_encoder(0), make_encoder(0))
+    for num_documents in (19, 20):
+        [similarity] = compute_similarities(models, make_documents(num_documents), 8, "cpu")
+        assert np.isfinite(similarity.errors_of_largest).tolist() == [num_documents == 20] * 3
 
 
 def save_models(folder: Path, *encoders: hf.BertModel) -> list[tuple[str, ModelSource]]:
@@ -145,9 +125,7 @@ def test_documents_come_evenly_from_the_texts(tmp_path: Path) -> None:
         ("the dog\n" * 4, "CKA is undefined for all layers, because"),
     ],
 )
-def test_models_are_compared_without_cka(
-    text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_without_cka(text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = []
     for label, source in save_models(tmp_path, make_encoder(0), make_encoder(1)):
         model = {"name": source.name, "revision": None, "type": "bert", "dtype": "float32", "device": "cpu"}

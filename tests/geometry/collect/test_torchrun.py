@@ -75,11 +75,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("run_several_processes", [in_forks, with_torchrun])
 def test_measures_equal_those_of_one_process(
-    run_several_processes: Callable[[Path, Sequence[str]], str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run_several_processes: Callable[[Path, Sequence[str]], str], folder: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr(compare_page, "_write", leave_out_the_page)
@@ -103,9 +101,7 @@ def test_measures_equal_those_of_one_process(
     assert [path.name for path in (folder / "several" / ".istar").iterdir()] == ["manifest.json"]
 
 
-def test_checkpoints_need_a_single_process(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process_only(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun sets it for its only process
     assert main(["measure", "--checkpoints", "mod*", "--text", "text.txt"]) == 2

@@ -94,10 +94,8 @@ def test_models_are_compared_over_relative_depth_with_a_mark_for_the_final_norm(
     plots = plot_layers(encoder, decoder)
     lines = plots["norms"].panels[0].lines
     assert [(line.label, line.x) for line in lines] == [
-        ("encoder", (0, 0.5, 1)),
-        ("decoder", (0, 0.25, 0.5, 0.75, 1)),
-        ("decoder", (1.15,)),
-    ]
+        ("encoder", (0, 0.5, 1)), ("decoder", (0, 0.25, 0.5, 0.75, 1)), ("decoder", (1.15,)),
+    ]  # fmt: skip
     assert lines[2].y == pytest.approx([make_value("average_norm", 5)])
     assert plots["norms"].x_names[1.15] == "final\nnorm"
     # A model has the same colour in all figures, whether it has a line in them or not.
@@ -153,11 +151,8 @@ def test_checkpoints_are_called_by_step_or_by_name_and_position() -> None:
 def test_states_are_layers_of_a_model_or_last_layers_of_models() -> None:
     plots = {plot.name: plot for plot in model_figures.plot_states([make_model()])}
     assert [line.label for line in plots["scales"].panels[0].lines] == [
-        "embeddings",
-        "layer 1",
-        "layer 2",
-        "final norm",
-    ]
+        "embeddings", "layer 1", "layer 2", "final norm",
+    ]  # fmt: skip
     line = plots["scales"].panels[0].lines[0]
     assert (line.x, line.y) == ((1, 2), (9.0, 8.0))
     assert line.y_error == pytest.approx([NORMAL_QUANTILE * 0.1, NORMAL_QUANTILE * 0.2])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
+from tests.geometry.synthetic import make_measurements
 
 GROUPS = 10
 SETTINGS = {
@@ -19,14 +19,9 @@ SETTINGS = {
 
 
 def make_model(
-    label: str = "first",
-    taps: tuple[str, ...] = ("embeddings", "layer_1", "layer_2"),
-    seed: int = 0,
-    hashes: dict[str, str] | None = None,
-    with_replicates: bool = True,
-    error: float = 0.02,
-    **settings: Any,
-) -> MeasuredModel:
+    label: str = "first", taps: tuple[str, ...] = ("embeddings", "layer_1", "layer_2"), seed: int = 0,
+    hashes: dict[str, str] | None = None, with_replicates: bool = True, error: float = 0.02, **settings: Any,
+) -> MeasuredModel:  # fmt: skip
     """Return a model with random IsoScore and InterSim, their errors, and their values without each group."""
     random = np.random.default_rng(seed)
     measures_by_tap, replicates_by_tap = {}, {}
@@ -41,18 +36,11 @@ def make_model(
             "isoscore": (isoscore + 0.01 * random.normal(size=GROUPS)).tolist(),
             "inter_sim": (inter_sim + 0.01 * random.normal(size=GROUPS)).tolist(),
         }
-    measurements = Measurements(
-        model={"name": label, "revision": None},
-        weights="",
-        identity="",
-        settings={**SETTINGS, **settings},
-        sources={"text": measures_by_tap},
-        spectra={},
-        matrices={},
-        final_norm=None,
+    measurements = make_measurements(
+        model={"name": label, "revision": None}, settings={**SETTINGS, **settings}, sources={"text": measures_by_tap},
         replicates={"text": replicates_by_tap} if with_replicates else {},
         text_hashes={"text": "0123"} if hashes is None else hashes,
-    )
+    )  # fmt: skip
     return MeasuredModel(label, measurements)
 
 
@@ -121,10 +109,8 @@ def test_rows_of_models_of_equal_depth_have_each_layer() -> None:
     last_row = rows[-1]
     other_value, first_value = (model.last_layer_measures["isoscore"] for model in (other, first))
     assert (last_row["value"], last_row["value_of_first"], last_row["difference"]) == (
-        other_value,
-        first_value,
-        other_value - first_value,
-    )
+        other_value, first_value, other_value - first_value,
+    )  # fmt: skip
     replicate_differences = np.subtract(
         *(model.measurements.replicates["text"]["layer_2"]["isoscore"] for model in (other, first))
     )
@@ -162,9 +148,7 @@ def test_models_of_other_depth_are_compared_at_the_last_layer_before_a_final_nor
         ({"documents": "packed"}, {"documents": "packed"}, "independent"),
     ],
 )
-def test_the_method_follows_from_documents_and_groups(
-    first: dict[str, Any], other: dict[str, Any], method: str
-) -> None:
+def test_the_method_depends_on_documents_and_groups(first: dict[str, Any], other: dict[str, Any], method: str) -> None:
     models = make_model(**first), make_model("other", seed=1, **other)
     assert compare.explain_no_differences(*models) == ""
     assert compare.choose_error_method(*models) == method

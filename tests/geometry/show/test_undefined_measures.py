@@ -45,13 +45,11 @@ def make_tokens_equal(model: Any) -> None:
 
 
 EDITS: dict[str, Callable[[Any], object]] = {
-    "usual": lambda model: None,
-    "gain_0": lambda model: set_final_norm(model, 0.0, 0.0),
-    "gain_0_with_bias": lambda model: set_final_norm(model, 0.0, 0.3),
-    "equal": make_tokens_equal,
+    "usual": lambda model: None, "gain_0": lambda model: set_final_norm(model, 0.0, 0.0),
+    "gain_0_with_bias": lambda model: set_final_norm(model, 0.0, 0.3), "equal": make_tokens_equal,
     "nan_input": lambda model: model.transformer.wte.weight.data[UNUSED_ROW].fill_(math.nan),
     "inf_output": lambda model: model.lm_head.weight.data[UNUSED_ROW].fill_(math.inf),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -211,15 +209,11 @@ def trained(measured: Path) -> Path:
     return measured
 
 
-def test_a_training_with_such_checkpoints_has_gaps(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_with_gaps(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(trained)
     rows = read_rows(trained / "trained" / "trajectory.csv")
     for revision in EDITS:
-        [row] = [
-            row for row in rows if (row["revision"], row["source"], row["layer"]) == (revision, "text", "final_norm")
-        ]
+        [row] = [x for x in rows if (x["revision"], x["source"], x["layer"]) == (revision, "text", "final_norm")]
         assert (row["isoscore"] == "") == (revision in ("gain_0", "gain_0_with_bias", "equal"))
         [row] = [row for row in rows if (row["revision"], row["layer"]) == (revision, "input_embeddings")]
         assert (row["partition_isotropy_both"] == "") == (revision == "nan_input")
@@ -236,9 +230,7 @@ def test_a_training_with_such_checkpoints_has_gaps(
     assert "NaN" not in captured.out
 
 
-def test_such_models_are_compared(
-    measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparing_them(measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(measured)
     folders = [f"out/{name}" for name in ("gain_0", "equal", "usual", "nan_input", "gain_0_with_bias")]
     capsys.readouterr()
@@ -266,9 +258,7 @@ def test_labels_that_collide_are_refused_before_a_model_is_measured(
         assert "error: several models are called" in capsys.readouterr().err
 
 
-def test_a_similarity_that_fails_leaves_the_page(
-    measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_similarity(measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from istar.geometry.collect import similarity
 
     def fail(*_: Any) -> None:
