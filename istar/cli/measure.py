@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def make_measure_settings(options: argparse.Namespace) -> MeasureSettings:
-    """Return the settings that `add_measuring_options` has parsed."""
+    """Return the settings in the parsed options of `istar measure` or `istar compare`."""
     if options.groups == 1:
         raise UserError("--groups 1 gives no standard errors; expected at least 2, or 0 to compute none")
     same_names = {field.name for field in fields(MeasureSettings)} - {"limit", "intra"}

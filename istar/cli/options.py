@@ -265,7 +265,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of `istar`. It also sets `extra`, and `minima`: the smallest value of an option by its name."""
+    """Return the parser of `istar`. Parsed options also have `extra`, and `minima`, their smallest values by name."""
     parser = _Parser(prog="istar", description="Train models, measure their geometry, and compare and report runs.")
     parser.add_argument("--version", action="version", version=f"istar {__version__}")
     # `main` executes it; here for `--help`.

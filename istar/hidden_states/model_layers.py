@@ -34,10 +34,10 @@ class ModelLayers:
             head, or any model that the caller passed together with its layer modules.
         modules: modules that output the hidden states, in the model's order. If empty, no module returns them
             unchanged, and the model must be called with `output_hidden_states=True`.
-        names: names of the states by number; see `name_states`. Of modules that the caller named, their names, from 1.
+        names: names of the states by number; see `name_states`. Modules from the caller have their own names, from 1.
         num_layers: L, the number of layers.
-        ends_with_output: whether the last hidden state that the model returns is its first output: of the final norm,
-            or of layer L if there is no norm.
+        ends_with_output: whether the last hidden state that the model returns equals its first output, which comes from
+            the final norm, or from layer L if there is no norm.
         is_transformers: whether the base model is a transformers model.
         returns_embeddings: whether the first returned hidden state is the embedding output.
     """
@@ -172,8 +172,8 @@ def find_head_model(model: nn.Module) -> nn.Module:
 def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
-    Of nested models, like the decoder inside OPT's, it returns the innermost, unless only the outer one reads text, as
-    in GIT.
+    If models are nested, like the decoder inside OPT's model, the innermost is returned, unless only the outer one
+    reads text, as in GIT.
 
     Raises:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.

@@ -1,8 +1,8 @@
 """The reader of a model's hidden states, by forward hooks.
 
 The states are `embeddings`, the input of the first layer; `layer_1` to `layer_L`, the outputs of the layers; and
-`final_norm`, the output of a norm after the last layer, if there is one. Of modules that the caller names, the states
-are their outputs, under the modules' names. The hooks only keep references; all else happens at the end of a pass.
+`final_norm`, the output of a norm after the last layer, if there is one. If the caller names modules, the states are
+the outputs of these modules, under their names. The hooks only keep references; all else happens at the end of a pass.
 
 Layerdrop (OPT) skips random layers. The other layers keep their numbers, and skipped layers lack a state.
 """
@@ -62,9 +62,9 @@ def _load_compiler_option() -> None:
 def choose_penalized_states(layers: model_layers.ModelLayers, selected: Layers) -> list[int]:
     """Return the numbers of the states that a penalty on the selected layers reads, ascending.
 
-    The published code penalizes the hidden states that transformers returns. In the place of layer L, these have the
-    output of the model, after the final norm. A penalty therefore reads `final_norm` instead of `layer_L`; without a
-    norm, both are equal. It also replaces the last layer that runs if layerdrop skips layer L.
+    The published code penalizes the hidden states that transformers returns. The last of these is the output of the
+    model, after the final norm. A penalty therefore reads `final_norm` instead of `layer_L`; without a norm, both are
+    equal. If layerdrop skips layer L, `final_norm` replaces the last layer that runs.
     """
     numbers = layer_numbers(layers.num_layers, selected)
     if layers.ends_with_output and numbers[-1] == layers.num_layers:
@@ -100,7 +100,7 @@ class HiddenStateReader:
         names: names of the states, from the input to the output.
         norm: the final norm if all states of a transformers model are read, and it has one; otherwise None.
         num_left_out: number of points of the latest pass that `points.max_norm_ratio` left out.
-        batch: what the next calls may lack, such as a mask that the called module does not take, by argument.
+        batch: arguments of the current batch by name, such as a mask, which are used if the calls lack them.
 
     Raises:
         UserError: if the model's hidden states cannot be read. In a forward pass, if the model did not compute its
@@ -234,7 +234,7 @@ class HiddenStateReader:
         return _Pass(tokens, torch.is_grad_enabled(), may_skip)
 
     def _request_states(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with which a model that is being read returns its hidden states."""
+        """Return arguments with which the model also returns its hidden states; None if the pass is not read."""
         if self._pass is None:
             return None
         names = read_argument_names(module)
@@ -317,7 +317,7 @@ class HiddenStateReader:
             current.states += self._select_returned_states(current)
         if self._replaces_last and called_layers:
             current.states = [(number, state) for number, state in current.states if number != called_layers[-1]]
-        # If layerdrop skipped all layers, the output is of none of them.
+        # If layerdrop skipped all layers, the output belongs to none of them.
         if last_number in self._selected and (called_layers or not self.layers.modules):
             current.states.append((last_number, current.output[0]))
         _check_have_gradients(current.states, current.layers_without_gradients)
@@ -334,7 +334,7 @@ class HiddenStateReader:
             )
 
     def _select_returned_states(self, current: _Pass) -> list[tuple[int, Tensor]]:
-        """Return the selected states of layers that the model returns, except one that was read before its norm."""
+        """Return the selected states from the model's output, except one that was read at the input of the norm."""
         states, num_expected = getattr(current.output, "hidden_states", None), self.layers.num_layers + 1
         if states is None or len(states) != num_expected:
             num_returned = "no" if states is None else len(states)
@@ -360,7 +360,7 @@ def _are_saved_tensors_hooked() -> bool:
 
 
 def _check_have_gradients(states: list[tuple[int, Tensor]], layers: set[int]) -> None:
-    """A reentrant checkpoint gives a gradient only to what it returns, which is the last layer inside of it."""
+    """Raise a `UserError` for a state without a gradient; a reentrant checkpoint gives one only to its output."""
     for layer, state in states:
         if layer in layers and not state.requires_grad:
             raise UserError(

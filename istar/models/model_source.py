@@ -12,7 +12,7 @@ DTYPES = {"float32": "float32", "float64": "float64", "bf16": "bfloat16", "float
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The files of a model and of its tokenizer.
+    """Where the files of a model and of its tokenizer are loaded from.
 
     Raises a `UserError` if the name is empty or `tiny`, which has no files, or if a folder has a revision.
     """

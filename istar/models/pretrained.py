@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a source.
 
-    One without a padding token, which is common for decoders, pads with its end-of-text token.
+    A tokenizer without a padding token, as many decoders have, pads with its end-of-text token.
 
     Raises a `UserError` if the tokenizer is not found, is not a fast one or lacks a vocabulary.
     """
@@ -59,10 +59,10 @@ def load_encoder(
     dtype: str = "float32",
     device: str | Mapping[str, Any] = "cpu",
 ) -> PreTrainedModel:
-    """Load a text model of any architecture without a head, in eval mode. Of an encoder-decoder, it is the encoder.
+    """Load a text model without its head, in eval mode; of an encoder-decoder, load only the encoder.
 
-    `dtype` is a key of `DTYPES`. `device` is a name, see `find_device`, or the arguments of `from_pretrained` that
-    place each layer.
+    `dtype` is a key of `DTYPES`. `device` is a name that `find_device` takes, or the arguments of `from_pretrained`
+    that place each layer.
 
     Raises a `UserError` if the model is not found, if weights are missing, if there is no such device, or if the model
     cannot process the tokenizer's output.
@@ -110,7 +110,7 @@ def save(
     """Write a model and its tokenizer to a folder that `from_pretrained` can load.
 
     For a model with adapters, only the adapters, the head and the name of the base model are written. `weights` are
-    written instead of the model's own, of which a sharded model has only parts.
+    written instead of the model's own: a process of a sharded model has only a part of them.
 
     Raises:
         OSError: if the folder cannot be written.

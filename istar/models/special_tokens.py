@@ -1,4 +1,4 @@
-"""A tokenizer's special tokens, and a trial input for a model, found without a text."""
+"""The special tokens of a tokenizer, and a tokenizer that makes trial inputs for a model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,11 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
 def make_one_token_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", embeddings: "Tensor | None" = None
 ) -> "PreTrainedTokenizerBase":
-    """Return a tokenizer with the same special tokens, for which any text is one ordinary token of a fast tokenizer.
+    """Return a tokenizer that turns any text into one ordinary token of a fast tokenizer, between its special tokens.
 
-    If rows of the model's `embeddings` `(n, d)` are not finite, the token is one with a finite row, if there is any.
+    With `embeddings` `(n, d)`, the token is one with a finite row, if there is any.
     """
-    from transformers import PreTrainedTokenizerFast  # takes seconds to import; a text is refused without it
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import; refusing a text does not need it
 
     token_ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     rows: Any = embeddings if embeddings is not None and not embeddings.is_meta else []

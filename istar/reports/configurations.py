@@ -75,7 +75,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class SelectedRun:
-    """What decides which tables and figures show a run."""
+    """A run, with the properties that decide which tables and figures show it."""
 
     key: RunKey
     configuration: str  # see `RunKey`
@@ -93,7 +93,7 @@ class SelectedRun:
 
 
 def select_runs(records: Iterable[RunRecord]) -> list[SelectedRun]:
-    """Return what decides about each run; of repeated runs, the first one is usable."""
+    """Return a `SelectedRun` for each record; of repeated runs, only the first one is usable."""
     selected, finished = [], set()
     for record in records:
         key, metric = record.key, record.headline.get("metric", "")
@@ -125,8 +125,8 @@ def select_runs(records: Iterable[RunRecord]) -> list[SelectedRun]:
 def add_selection_columns(runs: Runs) -> pd.DataFrame:
     """Return a copy of the runs' data frame with the fields of `SelectedRun` and `table1_key` as further columns.
 
-    `table1_key` is the key of a run of the configuration that Table 1 shows for the run's task, model and family; None
-    without one.
+    `table1_key` is the `RunKey` of the first run in the cell of Table 1 for the row's task, model and family; None if
+    the cell is empty.
     """
     selected = select_runs(runs.records[folder] for folder in runs.frame["folder"])
     columns = {field.name: [getattr(run, field.name) for run in selected] for field in fields(SelectedRun)}
@@ -274,7 +274,7 @@ def describe_hyperparameters(run: Mapping[str, Any]) -> str:
 
 
 def have_same_inputs(runs: pd.DataFrame, other_runs: pd.DataFrame) -> bool:
-    """Return whether runs start from the same model as others, and are trained and evaluated on the same data."""
+    """Return whether two groups of runs start from the same models, and are trained and evaluated on the same data."""
     return set(runs["inputs"]) == set(other_runs["inputs"])
 
 

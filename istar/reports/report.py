@@ -51,7 +51,7 @@ _READING_GUIDE = (
 def write_report(
     root: Path, out: Path, console: Console | None = None, reference: str = BASE_LABEL
 ) -> tuple[Path, int]:
-    """Write the report of the runs below `root` to the folder `out`, and return its page and their number.
+    """Write a report on the runs below `root` to the folder `out`; return the path of its page and the number of runs.
 
     An earlier report in `out` is replaced, and other files stay as they are. `console` shows the progress if it is a
     terminal. The other methods are compared with `reference`, see `method_comparisons.compare_methods`.

@@ -1,8 +1,8 @@
 """What a run is: its key, which says what makes two runs equal, repetitions of each other, or one method.
 
-- Two runs are the same run if their keys have equal settings, data and model: `RunKey.hash`.
-- They repeat each other if their keys differ in the seed only: `RunKey.configuration`.
-- They are of one method if they have the same penalty, whatever its settings, or both have none: `RunKey.method`.
+- Runs are equal if their keys have the same settings, data and model: `RunKey.hash`.
+- Runs repeat each other if their keys are equal except for the seed: `RunKey.configuration`.
+- Runs have one method if they have the same penalty or placebo, whatever its settings, or none: `RunKey.method`.
 
 `istar.finetune.execute.identify` makes the key of a run from its config. It is stored with the run, and whatever
 compares runs reads it.
@@ -18,18 +18,18 @@ from typing import Any
 from istar.runs.names import BASE, METHOD_NAMES
 
 RECORD_FORMAT = 2
-"""Version of records and keys. It is part of the hash, so that no run has the name of a run of another version."""
+"""Version of records and keys. It is part of the hash, so runs of different versions have different names."""
 
 
 @dataclass(frozen=True)
 class RunKey:
-    """Everything that changes the outcome of a run."""
+    """The settings, the data and the model that a run depends on. Versions of libraries are not part of it."""
 
-    # Settings that matter, by group and key as on the command line; `seed` has no group. Paths, logging and hardware
-    # do not matter. A penalty of weight 0 is none, because it trains the same model.
+    # Settings that change the outcome, by group and key as on the command line; `seed` has no group. Paths and logging
+    # are left out. A penalty of weight 0 counts as `reg=none`, because it trains the same model.
     settings: dict[str, Any]
     data: str  # fingerprint of the training and validation examples
-    model: str  # hub id and commit of the model before training, or a hash of its files; with those of its tokenizer
+    model: str  # hub id and commit, or a hash of the files, of the model before training and of another tokenizer
 
     @cached_property
     def hash(self) -> str:
@@ -42,9 +42,9 @@ class RunKey:
         return self.without("seed")
 
     def without(self, setting: str) -> str:
-        """Return the hash that runs share if they differ at most in the seed and in a setting or a group of settings.
+        """Return a hash that runs share if they differ at most in the seed and in one setting or group of settings.
 
-        The setting has its name on the command line, such as `reg.lambda`; a group has its own, such as `reg`.
+        `setting` is a key on the command line, such as `reg.lambda`, or the name of a group, such as `reg`.
 
         >>> keys = [RunKey({"reg": {"name": "istar", "lambda": weight}, "seed": 1}, "", "") for weight in (-1, 1)]
         >>> len({key.configuration for key in keys}), len({key.without("reg.lambda") for key in keys})
@@ -62,26 +62,26 @@ class RunKey:
 
     @cached_property
     def inputs(self) -> str:
-        """A text that is equal for runs that start from the same model and have the same data."""
+        """A text that is equal for runs with the same data and initial model; a new model is known by its settings."""
         model = [self.settings["model"].get(name) for name in ("pretrained", "architecture", "config")]
         return json.dumps([self.data, self.model, *model], sort_keys=True)
 
     @property
     def method(self) -> str:
-        """The name of the penalty, such as `istar`, or `BASE` without one."""
+        """The option of `reg`, such as `istar` or the placebo `dropout`; `BASE` without a penalty."""
         name = self.settings["reg"]["name"]
         return BASE if name == "none" else str(name)
 
     @property
     def method_name(self) -> str:
-        """The method in tables, without its settings: `Base`, `I-STAR`, `weight decay`."""
+        """The name of the method in tables, without its settings: `Base`, `I-STAR`, `weight decay`."""
         return METHOD_NAMES.get(self.method, self.method)
 
     @property
     def label(self) -> str:
         """The method with its settings as in the paper, e.g. `Base`, `I-STAR λ=-1 ζ=0.4` or `CosReg λ=1`.
 
-        Settings beyond the paper's are added in words, such as `on output embeddings`.
+        Some further settings are added in words, such as `on output embeddings`; the layers, for example, are not.
         """
         if self.method == BASE:
             return self.method_name
@@ -103,7 +103,7 @@ class RunKey:
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested settings by key as on the command line, `model.config.hidden_size`."""
+    """Return the values of nested settings by key on the command line, such as `model.config.hidden_size`."""
     values: dict[str, Any] = {}
     for key, value in settings.items():
         is_nested = isinstance(value, dict) and value

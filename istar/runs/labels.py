@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 
 def shorten_model_name(name: str) -> str:
-    """Return a model's name in tables: the last part of a hub id or folder, or the parent's name of a folder `model`.
+    """Return a model's name in tables: the last part of a hub id or folder.
 
-    A run saves its model in `<run>/model`.
+    For `<run>/model`, where a run saves its model, it is the name of the run's folder.
     """
     return _strip_model_folder(name).name or name
 
@@ -34,10 +34,10 @@ class Inputs(NamedTuple):
 def label_inputs(inputs: Iterable[Inputs]) -> dict[Inputs, tuple[str, str]]:
     """Return the labels of task and model in a table of runs, by the inputs of the runs.
 
-    They are the name of the task and the last part of the model's name. If runs of one name have different data or
-    models, the label has as much of the path or the commit as makes it unique: `clm (easy.txt)`, `outA/checkpoint-500`
-    or `bert@86b5e0934494`. Equal data or models have one label, even under several paths. So has a path whose files
-    have changed. Without fingerprints and identities, the paths decide.
+    A label is the task's name, or the last part of the model's name. If one name stands for different data or models,
+    as much of the path or the commit is added as makes the label unique: `clm (easy.txt)`, `outA/checkpoint-500` or
+    `bert@86b5e0934494`. Equal data or models have one label, even under several paths, and a path has one label, even
+    if its files have changed. Without fingerprints and identities, the paths decide.
     """
     runs = list(dict.fromkeys(inputs))
     num_commits = Counter(model for model, _ in {(run.model, run.revision) for run in runs if run.revision})
@@ -58,9 +58,9 @@ def label_inputs(inputs: Iterable[Inputs]) -> dict[Inputs, tuple[str, str]]:
 
 
 def _shorten_paths(names: Sequence[str], paths: Sequence[PurePath], hashes: Sequence[str | None]) -> list[str]:
-    """Return the shortest end of each path that tells its files from all others of the same name.
+    """Return the shortest end of each path that distinguishes its files from other files with the same name.
 
-    It is empty if the name has no other files. Paths with a hash in common have the same files, and the same end.
+    The end is empty if no other files have this name. Paths with equal hashes have the same files and the same end.
     """
     # For each name, the paths of the same files, and the hashes of these files.
     groups_by_name: dict[str, list[tuple[set[PurePath], set[str]]]] = {}

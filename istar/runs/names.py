@@ -28,7 +28,7 @@ BASE_LABEL = METHOD_NAMES[BASE]
 _LOSSES = ("loss", "perplexity")
 """Metrics to minimize. All others are fractions or correlations to maximize."""
 COMBINED = "combined"
-"""Name of the measures over several texts together."""
+"""Name, in the place of a text's, for measures over all texts together."""
 FINAL_NORM = "final_norm"
 """Name of the state after a final normalization; layer L is the state before it."""
 
@@ -70,7 +70,7 @@ def axis_label(metric: str) -> str:
 
 
 def isotropy_key(layer: int | str, measure: str = "isoscore") -> str:
-    """Return the name in logs of a measure on the validation data.
+    """Return the key that logs use for a measure on the validation data.
 
     `layer` is as in `geometry_key`, or `union` for layers 1 to L together.
 
@@ -81,7 +81,7 @@ def isotropy_key(layer: int | str, measure: str = "isoscore") -> str:
 
 
 def geometry_key(layer: int | str, measure: str) -> str:
-    """Return the name in logs of a measure during training.
+    """Return the key that logs use for a measure of a layer during training.
 
     `layer` is a number, 0 for the embedding output and L before the final norm, or `final_norm` for the state after it.
     """

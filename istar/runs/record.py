@@ -109,26 +109,26 @@ class RunRecord:
     name: str  # name of the run and of its folder; it ends with the hash of the key
     status: Annotated[str, Literal["finished", "failed", "pruned"]]
     config: Annotated[dict[str, Any], _Settings]  # resolved config, with the keys of the command line
-    key: Annotated[RunKey, _Key]  # what makes other runs equal to this one, or repetitions of it
+    key: Annotated[RunKey, _Key]  # identifies the run, and tells which runs are equal to it or repeat it
     # Name of the headline `metric`, its `value` on the validation set, and the best `epoch` (counted from 1).
     headline: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
     # Choice of the best epoch: the `set` (a validation set or `held_out`), the name of the `metric`, and its `value`.
     selection: Annotated[dict[str, Any], _Score] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # all validation metrics of the best epoch, as fractions
-    metrics_before: dict[str, float] = field(default_factory=dict)  # the same before training
-    # The same metrics for a prediction without the input: the majority class, the mean label or the token frequencies
-    # of the training set.
+    metrics_before: dict[str, float] = field(default_factory=dict)  # all validation metrics before training
+    # All validation metrics of a prediction that ignores the input: the majority class, the mean label or the token
+    # frequencies of the training set.
     baseline: dict[str, float] = field(default_factory=dict)
     collapsed: dict[str, bool] = field(default_factory=dict)  # by validation set: whether all its predictions are equal
     # IsoScore on the validation set `before` and `after` training, by layer (0 is the embedding output) and for the
     # union of layers 1 to L; `after` is measured at the headline epoch. `points` counts the tokens.
     isotropy: Annotated[dict[str, Any], _Isotropy] = field(default_factory=dict)
     epochs: Annotated[list[dict[str, Any]], list[_Epoch]] = field(default_factory=list)  # metrics and isotropy of each
-    # Sizes of the data sets, and number of validation examples that also occur in the training data.
+    # Sizes of the data sets, and numbers of validation examples that also occur in the training data.
     data: Annotated[dict[str, Any], _Data] = field(default_factory=dict)
     skipped_steps: _Count = 0  # optimizer steps skipped because of a non-finite gradient (`trainer.nonfinite=skip`)
-    # First start, `began` (UTC, ISO 8601), and durations in seconds, in `total` and by phase, in the process that
-    # finished the run.
+    # Time of the first start, `began` (UTC, ISO 8601), and seconds that the process that finished the run took: in
+    # `total`, and by phase.
     timing: Annotated[dict[str, Any], _Timing] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # versions of istar and of the libraries
     # Commit of the data set on the hub. None for a local folder, for generated examples, and offline if the cache of
@@ -186,7 +186,7 @@ def write_result(record: RunRecord, folder: Path) -> None:
 
 
 def format_key(key: RunKey) -> str:
-    """Return the content of `key.json`, which `read_unfinished` reads until there is a record with the key."""
+    """Return the content of `key.json`, from which `read_unfinished` reads the key of a run without a record."""
     return json.dumps(asdict(key), indent=2) + "\n"
 
 
@@ -218,7 +218,7 @@ def read_result(folder: Path) -> RunRecord:
 
 
 def _find_gap(record: RunRecord) -> str:
-    """Return what a record lacks for its readers, or an empty string; an unfinished run may lack much."""
+    """Return in words what a record lacks, or an empty string; only a finished run must have results."""
     headline = record.headline
     for settings in (record.config, record.key.settings):
         if settings["reg"]["name"] != "none" and "lambda" not in settings["reg"]:
@@ -238,9 +238,9 @@ def _find_gap(record: RunRecord) -> str:
 
 
 def read_unfinished(folder: Path) -> RunRecord:
-    """Return a record with the status `unfinished`, and with the config and the key of a run without a `result.json`.
+    """Return a record for a run without a `result.json`: its config and its key, with the status `unfinished`.
 
-    Raises a `UserError` if `config.yaml` or the key is missing or cannot be read, or is not from a run.
+    Raises a `UserError` if `config.yaml` or `key.json` is missing, cannot be read, or is not from a run.
     """
     path = folder / CONFIG
     config = read_record(path, _Settings, "a config")

@@ -13,11 +13,11 @@ RUN_COLUMNS = (
     "collapsed", "isoscore_before", "isoscore_after", "seconds", "skipped_steps", "error", "fingerprint",
     "began", "istar_version", "code_commit", "code_modified",
 )  # fmt: skip
-"""Columns of every data frame of runs; see `Runs.frame`."""
+"""Columns of every data frame of runs; see `istar.reports.run_frame.Runs`."""
 _SETTINGS_OF_INPUTS = ("task.limit_train", "task.limit_validation", "model.tokenizer")
-"""Config keys that matter, but that a run's key replaces by the data and the model that they yield.
+"""Config keys that matter, but that are in a run's key only through its data and its model.
 
-They are not part of the labels of tasks and models, unlike `task.data_dir`, `model.name` and `model.revision`.
+The labels of tasks and models do not contain them, unlike `task.data_dir`, `model.name` and `model.revision`.
 """
 
 
@@ -29,7 +29,7 @@ def get_inputs(record: RunRecord) -> Inputs:
 
 
 def record_to_row(record: RunRecord) -> dict[str, Any]:
-    """Return the row of a run in a data frame of runs, without the column `folder`; see `Runs.frame`.
+    """Return the row of a run in a data frame of runs, without the column `folder`.
 
     Task and model have their short names; see `istar.runs.labels.label_inputs` for the labels among other runs.
     """
@@ -58,7 +58,7 @@ def describe_smoke_runs(count: int) -> str:
 class Configuration(NamedTuple):
     """Runs that differ in the seed only."""
 
-    label: str  # the method, and the settings that differ from others of the same method: `I-STAR λ=-1 ζ=0.4 lr=1e-05`
+    label: str  # the method, and settings that differ between runs of this method: `I-STAR λ=-1 ζ=0.4 lr=1e-05`
     runs: list[RunRecord]
 
 
@@ -93,21 +93,21 @@ def _label_configurations(configurations: Sequence[list[RunRecord]]) -> list[Con
 
 
 def _format_setting(key: str, value: Any) -> str:
-    """Return a setting without its group, but the option of a group with it: `lr=1e-05`, `optim=SGD`."""
+    """Return a setting in words, without its group: `lr=1e-05`; for the option of a group `optim=SGD`."""
     name = key.removesuffix(".name").rpartition(".")[2]
     return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
 
 
 def list_settings_that_matter(records: Iterable[RunRecord]) -> set[str]:
-    """Return the config keys that change the outcome of a run, except those that the labels of its inputs contain."""
+    """Return the config keys that change the outcome of a run, except those in the labels of task and model."""
     return {*_SETTINGS_OF_INPUTS, *(key for record in records for key in flatten_settings(record.key.settings))}
 
 
 def find_distinctive_settings(rows: Iterable[Mapping[str, Any]], matters: Collection[str]) -> list[str]:
     """Return the config keys among `matters` in which runs of the same task, model and method differ.
 
-    Rows are as of `record_to_row`. Keys that some runs of a method lack are left out, because they belong to another
-    option.
+    `rows` are results of `record_to_row`. Keys that some runs of a method lack are left out, because they belong to
+    another option of their group.
     """
     rows_by_method: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -122,7 +122,7 @@ def find_distinctive_settings(rows: Iterable[Mapping[str, Any]], matters: Collec
 
 
 class Candidate(Protocol):
-    """A finished run, with what decides between its configuration and others; see `RunRecord` for the properties."""
+    """A finished run, with the values that choose between configurations; see `RunRecord`."""
 
     @property
     def selection_merit(self) -> float: ...
@@ -132,11 +132,11 @@ class Candidate(Protocol):
 
 
 def selection_sort_key(runs: Sequence[Candidate]) -> tuple[int, int, float]:
-    """Return the sort key of a configuration, higher for better ones, from its runs, one for each seed.
+    """Return the sort key of a configuration from its runs, one for each seed; better configurations have higher keys.
 
     The configuration with the most seeds is the best; among equals, the one with the largest validation set, then the
-    best mean. A larger validation set goes before, because a part of one may have a better mean by chance. The mean is
-    over the headline metric on the set that chose the epochs.
+    one with the best mean of the headline metric on the set that chose the epochs. The size of the validation set comes
+    before the mean, because a small part of a set may have a better mean by chance.
     """
     num_examples = max(run.validation_examples for run in runs)
     return len(runs), num_examples, fmean(run.selection_merit for run in runs)

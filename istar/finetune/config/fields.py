@@ -5,7 +5,7 @@ from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 FURTHER_KEYS = {"further_keys": True}
-"""Metadata of a field that collects the group's keys without a field, by name."""
+"""Metadata of a field that contains all keys of its group without a field, as a dictionary."""
 NEVER_MATTERS = {"never_matters": True}
 """Metadata of a field that does not change the outcome of a run, or only through its data or its model."""
 
@@ -14,14 +14,14 @@ def matters(*, if_: Callable[[Any], bool] | None = None, as_: Callable[[Any], An
     """Return the metadata of a field with a value that does not always matter to the outcome of a run.
 
     Args:
-        if_: whether the value matters, given the `Config` of a run. If it does not, the default counts.
-        as_: the value that counts, given the `Config` of a run. Values with the same effect have the same one.
+        if_: takes the `Config` of a run, and returns whether the value matters. If it does not, the default counts.
+        as_: takes the `Config` of a run, and returns the value that counts, the same for all values with one effect.
     """
     return {"matters_if": if_, "matters_as": as_}
 
 
 def values_that_count(group: Any, config: Any) -> dict[str, Any]:
-    """Return the values of a group of a `Config` that count, by key; see `matters`."""
+    """Return the values that count in a group, or in the whole `Config`, by key; see `matters`."""
     settings: dict[str, Any] = {}
     for option in fields(group):
         is_used, find_value = option.metadata.get("matters_if"), option.metadata.get("matters_as")

@@ -1,4 +1,4 @@
-"""The options of the group `reg`: one dataclass per penalty, with the options as fields, which builds the penalty.
+"""The options of the group `reg`: a dataclass for each penalty, which has its options as fields and builds it.
 
 A new penalty needs its class in `istar.regularizers`, a dataclass here and an entry in `PENALTIES`.
 """

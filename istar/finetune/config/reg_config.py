@@ -1,4 +1,4 @@
-"""What the options of the group `reg` have in common: those without a penalty, and the base class of penalties."""
+"""The base classes for the options of the group `reg`, and its options without a penalty on hidden states."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,18 +22,18 @@ ON_HIDDEN_STATES = matters(if_=lambda config: config.reg.is_on_hidden_states)
 
 @dataclass
 class RegConfig:
-    """The options of `reg`, which attach a penalty to a model, or change its training in another way."""
+    """An option of the group `reg`, which attaches a penalty to a model, or changes its training in another way."""
 
     name: str = MISSING
 
     @property
     def is_exact_in_parallel(self) -> bool:
-        """Whether the penalty of W processes is that of one process with all their examples."""
+        """Whether W processes compute the same penalty as one process with all their examples."""
         return True
 
     @property
     def effective(self) -> "RegConfig":
-        """The options that matter: those of `reg=none` for a penalty of weight 0."""
+        """These options, or those of `reg=none` for a penalty of weight 0, which has no effect."""
         return self
 
     def attach(self, model: Any, special_ids: Sequence[int], seed: int, precision: str) -> AttachedPenalty | None:
@@ -50,7 +50,7 @@ class RegConfig:
         return None
 
     def weight_decay(self, default: float) -> float:
-        """Return the weight decay of the optimizer. It is `default` (`optim.weight_decay`) except for a placebo."""
+        """Return the weight decay of the optimizer: `default` (`optim.weight_decay`), unless a placebo replaces it."""
         return default
 
     def check_layers(self, num_layers: int) -> None:
@@ -102,7 +102,7 @@ def weight_field(default: float) -> Any:
 
 @dataclass
 class PenaltyConfig(RegConfig):
-    """The options of all penalties. A subclass has the class of one penalty, and its options under the same names."""
+    """The options that all penalties share. A subclass adds those of one penalty, the class `kind`, by its names."""
 
     kind: ClassVar[type[Penalty]]
     weight: float = weight_field(Penalty.weight)

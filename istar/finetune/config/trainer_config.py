@@ -198,7 +198,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any], field_names: Iterable[
 
 
 def check_argument_types(prefix: str, function: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise a `UserError` for a value of a type that the annotation of an argument of `function` does not allow."""
+    """Raise a `UserError` if the value of an argument has a type that its annotation in `function` does not allow."""
     parameters = inspect.signature(function).parameters
     for name, value in arguments.items():
         annotation = parameters[name].annotation if name in parameters else Any

@@ -38,7 +38,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 @dataclass(frozen=True)
 class Tracks:
-    """The callbacks that accompany a training: they stop it, show it, evaluate it and save it."""
+    """The callbacks that stop, show, evaluate and save a training, and the file of its metrics."""
 
     stop_signal: StopSignal
     progress: RunProgress

@@ -124,7 +124,7 @@ def _check_language_modelling(
     if spec.kind == "causal_lm" and not is_decoder(model_config):
         raise UserError(
             f"task={spec.name} needs a decoder, such as model=gpt2 or small_decoder, but {config.label} is an encoder "
-            f"({model_config.model_type}), whose tokens attend to the tokens that are to be predicted"
+            f"({model_config.model_type}), which sees the tokens that it should predict"
         )
     if spec.kind == "masked_lm" and is_decoder(model_config):
         raise UserError(
@@ -132,4 +132,4 @@ def _check_language_modelling(
             f"({model_config.model_type})"
         )
     if spec.kind == "masked_lm" and tokenizer.mask_token_id is None:
-        raise UserError(f"task={spec.name} needs a tokenizer with a mask token, but that of {config.label} has none")
+        raise UserError(f"task={spec.name} needs a tokenizer with a mask token, but {config.label} has one without it")

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A run before anything is built for it."""
+    """A run that is identified by its config, its data and its model, before anything is built for it."""
 
     config: Config  # settings, with values that depend on the machine or the time resolved
     spec: TaskSpec
     examples: "Examples"
-    key: RunKey  # what makes this run equal to others
+    key: RunKey  # equal runs have equal keys
     folder: Path  # folder of the run; its name ends with the hash of the key
 
 
@@ -60,7 +60,7 @@ def identify(config: Config) -> RunIdentity:
 def make_key(config: Config, data_fingerprint: str, model_identity: str) -> RunKey:
     """Return the key of a run; `config` is the result of `resolve_config`, `model_identity` of `identify_model`.
 
-    `data_fingerprint` is a hash of the training and validation examples; for a stream, of its `DocumentStream.digest`.
+    `data_fingerprint` is a hash of the training and validation examples, and of a stream's `DocumentStream.digest`.
     """
     # As JSON stores them, so that a key that is read from a file equals the key that was written.
     return RunKey(json.loads(json.dumps(settings_of(config))), data_fingerprint, model_identity)
@@ -181,9 +181,9 @@ def identify_model(config: ModelConfig) -> str:
 
 
 def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Path, ...] = ()) -> str:
-    """Return the hash of a folder's files; of adapters, followed by the identity of their base model.
+    """Return the hash of a folder's files; for adapters, the identity of their base model follows.
 
-    `dependents` are the folders with adapters that led to this folder.
+    `dependents` are the folders with adapters that have this folder as their base model, directly or indirectly.
     """
     digest = hashlib.blake2b()
     for path in list_visible(folder):
@@ -248,7 +248,7 @@ def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> st
     previous_settings = record.config.get("trainer", {})
     is_monitored = previous_settings.get("monitor_isotropy") or previous_settings.get("stop_at_inter_sim") is not None
     if config.trainer.monitor_isotropy and not is_monitored:
-        return "was run without trainer.monitor_isotropy, whose measures it did not log"
+        return "was run without trainer.monitor_isotropy, so its log lacks these measures"
     if config.trainer.nonfinite == "stop" and record.skipped_steps:
         return f"has skipped {record.skipped_steps} steps; trainer.nonfinite=skip accepts it"
     missing_measurements = _describe_missing_measurements(previous_settings, config.trainer)

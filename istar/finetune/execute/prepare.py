@@ -39,7 +39,7 @@ from istar.models import attention
 from istar.models.pretrained import load_tokenizer
 from istar.runs.tasks import TaskSpec
 
-_MAX_TOKENIZER_CHARACTERS = 100_000_000  # of a stream that a tokenizer is trained on
+_MAX_TOKENIZER_CHARACTERS = 100_000_000  # maximum number of characters of a stream to train a tokenizer on
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class PreparedData:
     """The tokenized data of a run."""
 
     examples: Examples  # the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`
-    train: TokenizedRows  # of a stream, a sample of training blocks
+    train: TokenizedRows  # for a stream, a sample of its training blocks
     validation: list[TokenizedRows]
     test: list[TokenizedRows]
     evaluators: dict[str, Any]  # evaluator of each validation set, by the suffix of its metrics
@@ -99,8 +99,8 @@ def prepare(identity: RunIdentity) -> PreparedRun:
 def load_or_train_tokenizer(identity: RunIdentity) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a run's model, or train one on the training texts and keep it in the cache.
 
-    Of a stream, it is trained on a sample of documents with 100 million characters. Raises what `build_tokenizer`
-    raises.
+    For a stream, the tokenizer is trained on sampled documents with 100 million characters in total. Raises what
+    `build_tokenizer` raises.
     """
     config, examples = identity.config, identity.examples
     if not config.model.trains_tokenizer:
@@ -145,14 +145,14 @@ def make_collator(
 def _make_isolation_function(
     spec: TaskSpec, config: Config, model: PreTrainedModel
 ) -> Callable[[Tensor], dict[str, Tensor]] | None:
-    """Return the function that makes the model inputs that keep packed documents apart; None if it is not possible."""
+    """Return a function that makes the model inputs by which packed documents stay apart; None if there are none."""
     if not config.task.packing:
         return None
     isolation_inputs = attention.isolation(model)
     if isolation_inputs is None:
         log.warning(
             "%s attends across the documents of a block, because it has no inputs that prevent it; "
-            "task.packing=false gives each document blocks of its own",
+            "task.packing=false gives each document separate blocks",
             model.config.model_type,
         )
         return None
@@ -232,9 +232,9 @@ def _count_evaluated_rows(config: Config, num_rows: int) -> int:
 
 
 def _take_first_features(examples: Dataset, features: Dataset, max_features: int) -> tuple[Dataset, Dataset]:
-    """Return as many of the first examples as have at most `max_features` features in total, and these features.
+    """Return the first examples, as many as have at most `max_features` features in total, and their features.
 
-    An example has one feature or, for questions with answer spans, one for each window of its text.
+    An example has one feature or, in a span task, one for each window of its text.
     """
     if len(features) <= max_features:
         return examples, features

@@ -33,7 +33,7 @@ GEOMETRY_PICTURE = "geometry_over_steps.png"
 
 
 def start_record(job: Job) -> RunRecord:
-    """Return the record of a run before its training, with the status "failed"."""
+    """Return the record of a run before its training; its status is "failed" until `record_results` completes it."""
     return RunRecord(
         job.identity.folder.name,
         "failed",

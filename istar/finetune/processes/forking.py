@@ -45,7 +45,7 @@ def start_server(environment: Mapping[str, str]) -> None:
 
 
 class ForkedProcess:
-    """A fork of the server that executes a run; a `launch.Spawn` that is a `launch.Process`.
+    """A fork of the server that executes a run. The class is a `launch.Spawn`; an object is a `launch.Process`.
 
     Raises a `UserError` if the server cannot fork, for example because an import has ended it.
     """

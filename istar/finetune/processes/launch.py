@@ -72,7 +72,7 @@ class Process(Protocol):
 Spawn = Callable[[Sequence[str], Mapping[str, str], Path | None], Process]
 """Starts a process that calls `child.execute_process` with these arguments: `spawn` or `forking.ForkedProcess`.
 
-The other arguments are its environment variables and the file for stdout and stderr, which `None` inherits.
+The other arguments are its environment variables, and the file for stdout and stderr; with `None` it inherits both.
 """
 
 
@@ -152,9 +152,9 @@ def make_import_variables() -> dict[str, str]:
 def _make_process_environment(
     rank: int, num_processes: int, settings: TrainerConfig, store: dist.TCPStore | None
 ) -> dict[str, str]:
-    """Return this process's environment with the rank of a new one, and the store by which the ranks find each other.
+    """Return the environment of a new process: this one's, with the new rank and the address of the store.
 
-    Without a store, the environment of this process says where rank 0 of the first node is.
+    The ranks find each other through the store. Without one, this environment already has the address of rank 0.
     """
     environment = {
         name: value

@@ -1,4 +1,4 @@
-"""What the server of a sweep has in memory before it forks: the libraries of a run, as far as they are installed."""
+"""Imports the libraries of a run, as far as they are installed, into the server of a sweep before it forks."""
 
 from contextlib import suppress
 from importlib import import_module

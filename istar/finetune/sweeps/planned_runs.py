@@ -83,7 +83,7 @@ class SweepRuns:
     def add_grids(self) -> None:
         """Add the runs of all grids.
 
-        Print which keys of the command line some of them ignore, and how many combinations are equal runs.
+        Print which keys of the command line some runs ignore, and how many different runs the combinations yield.
         """
         combinations: set[Overrides] = set()
         grid_by_overrides: dict[Overrides, str] = {}
@@ -183,7 +183,7 @@ class SweepRuns:
         return trial
 
     def _label_inputs(self) -> None:
-        """Label task and model of all runs, which depend on those of the others."""
+        """Label the tasks and models of all runs again, because each label depends on the other runs."""
         trials_with_inputs = [(trial, _get_inputs(trial)) for trial in self.planned.values()]
         labels = label_inputs(inputs for _, inputs in trials_with_inputs)
         for trial, inputs in trials_with_inputs:
@@ -237,7 +237,7 @@ class SweepRuns:
         ]
 
     def selection_group(self, entry: SweepEntry) -> tuple[str, ...]:
-        """Return task, model, method and grid of a run; more seeds repeat the best configuration of each."""
+        """Return task, model, method and grid of a run; `sweep.seeds` repeats the best configuration of each group."""
         return (*entry.group, self.grid_by_configuration.get(entry.configuration, ""))
 
     def read_record(self, entry: SweepEntry) -> RunRecord:

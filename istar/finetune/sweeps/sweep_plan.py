@@ -1,4 +1,4 @@
-"""What a sweep is about to do, and how long it will take by the finished runs."""
+"""The work of a sweep before it begins, and its duration, which is estimated from finished runs."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ class SweepPlan:
     num_groups: int  # number of best configurations that `sweep.seeds` repeats; 0 if unknown
     num_repetitions: int  # number of runs that `sweep.seeds` adds
     seconds_per_run: float | None  # expected mean duration of the runs; None if it is unknown or nothing is to do
-    duration: str  # the same of the whole sweep in words; empty if nothing is to do
+    duration: str  # expected duration of the whole sweep in words; empty if nothing is to do
 
 
 def make_plan(runs: SweepRuns) -> SweepPlan:

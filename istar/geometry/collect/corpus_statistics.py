@@ -66,10 +66,10 @@ class MeasureSettings:
 
 
 class CorpusStatistics(Accumulator):
-    """Accumulates all measures of all taps over a source.
+    """Accumulates all measures of all hidden states over a source.
 
-    `config` is the text config of the measured model. `origins` contains a point near the mean of the hidden states for
-    each tap, `(d,)`, on its layer's device. `sample` keeps one occurrence of each of a random sample of token types.
+    `config` is the text config of the measured model. `origins` contains, for each hidden state by name, a point near
+    its mean, `(d,)`, on its layer's device. `sample` keeps one occurrence of each of a random sample of token types.
     """
 
     def __init__(self, config: "PretrainedConfig", settings: MeasureSettings, origins: Mapping[str, Tensor]) -> None:
@@ -85,9 +85,9 @@ class CorpusStatistics(Accumulator):
         spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
         replicates: Mapping[str, Mapping[str, list[float]]] | None = None,
     ) -> dict[str, dict[str, float]]:
-        """Compute all measures, by tap and name. A sample of size 0 leaves out the measures that need it.
+        """Compute all measures, by hidden state and name. A sample of size 0 leaves out the measures that need it.
 
-        `spectra` and `replicates` are results of `Layer.compute_spectra` and `Layer.compute_replicates` by tap; None
+        `spectra` and `replicates` are results of `Layer.compute_spectra` and `Layer.compute_replicates` by state; None
         computes them.
         """
         measures_by_tap = {
@@ -105,6 +105,6 @@ class CorpusStatistics(Accumulator):
         return measures_by_tap
 
     def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
-        """Estimate the intrinsic dimension by scale at each tap; empty without a sample, or with the basic measures."""
+        """Estimate the intrinsic dimension by state and scale; empty without a sample, or with the basic measures."""
         taps = self.layers if self.sample.size and self._has_all_measures else ()
         return {tap: [] if self.layers[tap].is_constant else self.sample.estimate_gride(tap) for tap in taps}

@@ -101,8 +101,8 @@ def measure_model(
     An interrupted pass resumes from the state that it has saved in `out`; `measures_file.discard_state` deletes it once
     the result is on disk. With several processes, only rank 0 returns measures of the hidden states. A length of 0 in
     `settings` means the model's longest input, 512 at most, or 512 if the model takes inputs of any length. Statistics
-    are at least float32. A console shows a progress bar, and which embeddings are not
-    finite: they have NaN for all measures. `command` is recorded in the measures.
+    are at least float32. A console shows a progress bar, and warns of embeddings that are not finite, which get NaN for
+    all measures. `command` is recorded in the measures.
 
     If the measurements in `out`, or one of the `earlier` ones, are of the same model (see `hash_model`), settings,
     dtype and texts, they are returned with the new names instead, and the console says so.
@@ -121,7 +121,7 @@ def measure_model(
                 console.print("measured before")
             return replace(other, model=other.model | names._asdict(), settings=all_settings, command=command)
     stream = _open_stream(model, texts, settings, out, text_hashes)
-    # All that does not need the pass, which may take hours, is measured before it, so that a failure shows early.
+    # The pass may take hours. Whatever does not need it is measured before, so that a failure shows early.
     final_norm = _measure_final_norm(stream.taps.norm, model.encoder.config.get_text_config().hidden_size)
     embeddings = _measure_embeddings(model, console)
     summaries = _run_pass(stream, texts, model, console)
@@ -250,7 +250,7 @@ def hash_weights(model: PreTrainedModel, output_matrix: Matrix | None) -> str:
 
 
 def summarize_source(statistics: CorpusStatistics, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return a source's `SOURCE_FIELDS` of `Measurements` by tap, and its `token_counts`, `(vocabulary,)`.
+    """Return a source's `SOURCE_FIELDS` by the name of the hidden state, and its `token_counts`, `(vocabulary,)`.
 
     The counts are None without IntraSim, which counts the tokens. The result shares no memory with the statistics.
     """

@@ -36,7 +36,7 @@ UPDATE_TOKENS = 8_192
 """Maximum number of tokens to add to the statistics at once, unless a batch has more. Adding many at once takes less
 time per token, but a model on a CPU is faster with small batches."""
 UPDATE_BYTES = 2**28
-"""Maximum memory of their hidden states in float32, over all taps, unless a batch has more."""
+"""Maximum bytes, in float32, of all hidden states of the tokens that are added at once, unless a batch has more."""
 ORIGIN_BLOCKS = 4
 """Number of blocks at the beginning of each source to average for the origin of a layer's sums."""
 SECONDS_TO_WAIT_FOR_FILES = 120.0
@@ -59,7 +59,7 @@ class Stream:
     everything that the result depends on; a file with another identity is not used. The caller deletes the files.
 
     Attributes:
-        taps: the model, which returns its hidden states by name.
+        taps: the `BlockReader` of the model, which returns hidden states by name.
         num_processes: number of processes that share the pass.
         readings: how much of each source has been read, and how long it took on rank 0, including interrupted calls, by
             the sources' names; with several sources also for `combined`.
@@ -94,7 +94,7 @@ class Stream:
     def __call__(
         self, sources: Sequence[Source], summarize: Callable[[CorpusStatistics], T], console: Console | None = None
     ) -> dict[str, T]:
-        """Read the sources, and return a summary of the statistics of each by the sources' names; {} unless on rank 0.
+        """Read the sources, and return a summary of each by its name; on ranks other than 0, return {}.
 
         With several sources, `combined` is the summary of all of them. `summarize` must not keep the statistics, which
         are large: once it has returned, they are merged into the statistics of all sources. The console shows a
@@ -243,7 +243,7 @@ class Stream:
     def _update_statistics(
         self, statistics: CorpusStatistics, batches: Sequence[Sequence[Block]], block_keys: Sequence[int]
     ) -> None:
-        """Run the model on batches and add the hidden states. Keys are unique over all sources, see `Sample.update`."""
+        """Run the model and add its hidden states; `block_keys` are unique over all sources, see `Sample.update`."""
         blocks = [block for batch in batches for block in batch]
         num_groups = max(self.settings.groups, 1)
         inputs, masks = zip(*map(self.taps.make_inputs, batches), strict=True)
@@ -265,9 +265,9 @@ class Stream:
         statistics.sample.update(block_keys, num_tokens.tolist(), token_ids, states, rows)
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
-        """Compute the origins of the sums of each layer, `(d,)` by tap: means over the beginnings of all sources.
+        """Compute the origin of each hidden state's sums, `(d,)` by name: its mean over the beginnings of all sources.
 
-        Accumulators to merge need the same origin, so it must not depend on batches and processes.
+        Only accumulators with the same origin can be merged, so it must not depend on batches and processes.
         """
         num_tokens, sum_by_tap = 0, dict.fromkeys(self.taps.names, torch.zeros((), device="cpu"))
         for source in sources:
