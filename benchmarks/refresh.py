@@ -1,10 +1,10 @@
 """Compares a refresh of Sigma_S with the bare forward pass over the same batches: `python -m benchmarks.refresh`.
 
 The contenders are the forward pass of the model in inference mode, to which all ratios refer; istar's refresh, which is
-the callback `istar.finetune.training.ShrinkageCovariance` without a progress bar; and the approach of the paper's code:
-request all hidden states, move every point to main memory, keep it, and call `np.cov` at the end. The order of the
-contenders rotates from round to round. The memory of each is the peak of one call in a new process, minus the peak of
-the bare forward pass; on a GPU, the peak of one more call in this process.
+the callback `istar.finetune.training.refresh.ShrinkageCovariance` without a progress bar; and the approach of the
+paper's code: request all hidden states, move every point to main memory, keep it, and call `np.cov` at the end. The
+order of the contenders rotates from round to round. The memory of each is the peak of one call in a new process, minus
+the peak of the bare forward pass; on a GPU, the peak of one more call in this process.
 
     python -m benchmarks.refresh                   MiniLM, 250,000 points, both precisions; 8 minutes on two idle cores
     python -m benchmarks.refresh --shape bert-base-32x128 --precision bf16 --rounds 6
