@@ -62,9 +62,12 @@ class RunKey:
 
     @cached_property
     def inputs(self) -> str:
-        """A text that is equal for runs with the same data and initial model; a new model is known by its settings."""
+        """A text that is equal for runs that start from the same model and are evaluated on the same examples."""
         model = [self.settings["model"].get(name) for name in ("pretrained", "architecture", "config")]
-        return json.dumps([self.data, self.model, *model], sort_keys=True)
+        limit = self.settings["trainer"].get("limit_val_batches")
+        # A limit that is a number of batches, not a share of them, depends on their size.
+        batch_size = self.settings["data"]["eval_batch_size"] if type(limit) is int else None
+        return json.dumps([self.data, self.model, *model, limit, batch_size], sort_keys=True)
 
     @property
     def method(self) -> str:

@@ -23,7 +23,8 @@ from tests.reports.synthetic import istar, record, save
 
 SETTINGS = {
     "task": {"name": "rte"}, "model": {"pretrained": True, "config": {}},
-    "reg": {"name": "istar", "lambda": -1.0, "zeta": 0.4}, "optim": {"lr": 1e-3}, "seed": 1,
+    "reg": {"name": "istar", "lambda": -1.0, "zeta": 0.4}, "optim": {"lr": 1e-3},
+    "data": {"eval_batch_size": 64}, "trainer": {"limit_val_batches": 1.0}, "seed": 1,
 }  # fmt: skip
 KEY = RunKey(SETTINGS, "data", "model")
 
@@ -92,9 +93,12 @@ def test_equal_hashes_are_equal_settings() -> None:
     assert len({key.hash for key in keys}) == len({json.dumps(asdict(key), sort_keys=True) for key in keys})
 
 
-def test_inputs_are_data_and_model() -> None:
+def test_inputs_are_the_data_the_model_and_what_is_evaluated() -> None:
     others = [replace(KEY, data="x"), replace(KEY, model="x"), changed("model.config", {"hidden_size": 8})]
-    assert len({key.inputs for key in [KEY, *others]}) == 4
+    two_batches = changed("trainer.limit_val_batches", 2)
+    others += [two_batches, changed("data.eval_batch_size", 8, two_batches), changed("trainer.limit_val_batches", 0.5)]
+    assert len({key.inputs for key in [KEY, *others]}) == 7
+    assert changed("data.eval_batch_size", 8).inputs == KEY.inputs
     assert changed("optim.lr", 1e-4).inputs == changed("reg", {"name": "none"}).inputs == KEY.inputs
 
 
