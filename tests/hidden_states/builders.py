@@ -55,7 +55,7 @@ def check_states_and_gradients(
     expected = [loss.detach(), gradients(model, loss)]
     penalty = Recording(layers)
     with attach(model, penalty) as watch:
-        outputs = seeded_pass(called or model, inputs, seed)
+        outputs = seeded_pass(model if called is None else called, inputs, seed)
         loss = watch.loss() + (outputs.loss if "loss" in outputs else 0)
         actual = [loss.detach(), gradients(model, loss)]
     assert_equal(penalty.received, states)

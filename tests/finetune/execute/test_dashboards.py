@@ -51,7 +51,7 @@ def test_what_a_run_is_found_by(small: Build, wandb: Any) -> None:
     folder = only_run(Path(config.run.root))
     [records] = offline_records(folder)
     start = start_of(records)
-    assert (start.run_group, start.job_type, start.display_name) == ("first-sweep", "istar", record.name)
+    assert (start.run_group, start.job_type, start.display_name) == ("first", "istar", record.name)
     assert sorted(start.tags) == ["demo", "paper"]
     assert start.project == "istar"
     recorded_config = config_of(records)
