@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from istar.errors import NonFiniteError, UserError
-from istar.hidden_states import attach, shrinkage_covariance
+from istar.hidden_states import PenaltySettings, attach, attach_with_settings, shrinkage_covariance
 from istar.regularizers import CosReg, IStar
 from tests.oracles import stack
 
@@ -350,3 +350,10 @@ def test_a_refresh_that_fails_leaves_the_old_one():
         with pytest.raises(NonFiniteError):
             watch.refresh(make_batches())
     assert torch.equal(penalty.shrinkage_covariance, previous_covariance)
+
+
+def test_a_step_claims_one_refresh() -> None:
+    with attach_with_settings(make_model(), IStar(), PenaltySettings(refresh_every_n_steps=2)) as watch:
+        watch.penalty.shrinkage_covariance = torch.eye(WIDTH)
+        claims = [watch.claim_refresh(step, is_epoch_start=False) for step in (1, 2, 2, 3, 4)]
+    assert claims == [False, True, False, False, True]

@@ -8,6 +8,7 @@ import torch
 
 from istar.errors import NonFiniteError, UserError
 from istar.measures import Norms, layer_norm_summary, norm_summary, numerics
+from istar.measures.norms import norm_parameters
 
 EDGES = (0.5, 2.0, 3.0, 4.5, 8.0)
 
@@ -142,3 +143,14 @@ def test_what_has_no_norms_is_refused_in_one_line(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dim", [6, 7])
+@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_gain_and_bias_are_the_parameters_of_the_norm(kind, dim):
+    norm = kind(dim, dtype=torch.float64)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    gain, bias = norm_parameters(norm, dim)
+    torch.testing.assert_close(gain, norm.weight.detach(), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(bias, torch.zeros(dim).double() if kind is torch.nn.RMSNorm else norm.bias.detach())

@@ -3,7 +3,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from istar.regularizers import Decorrelation
+from istar.errors import OptionError
+from istar.regularizers import Decorrelation, SetPoint
 from tests.regularizers.builders import CLOSE, check_penalty, states, value_and_gradients
 
 
@@ -45,3 +46,9 @@ def test_a_dimension_without_variance_has_correlation_0(value):
 def test_the_scale_of_a_dimension_does_not_matter():
     scaled = [state * torch.tensor([1e-3, 1.0, 20.0, 7.0]) for state in states()]
     assert_close(Decorrelation(1.0)(scaled), Decorrelation(1.0)(states()), **CLOSE)
+
+
+def test_a_set_point_outside_the_range_of_squared_correlations_is_refused():
+    Decorrelation(set_point=SetPoint(0.99))
+    with pytest.raises(OptionError, match="target_score"):
+        Decorrelation(set_point=SetPoint(1.0))
