@@ -247,7 +247,7 @@ COMMANDS = {
     ),
     "push": Command("upload the model of a finished run, with its model card, to the hub", "train", _add_push_options),
 }
-"""The commands by name, without `train`, whose arguments Hydra parses. Each is a module of `istar.cli` with `run`."""
+"""The commands by name. Each is a module of `istar.cli` with `run`. Hydra parses the arguments of `train`."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -110,7 +110,7 @@ def save(
     """Write a model and its tokenizer to a folder that `from_pretrained` can load.
 
     For a model with adapters, only the adapters, the head and the name of the base model are written. `weights` are
-    written instead of the model's own: a process of a sharded model has only a part of them.
+    written instead of the model's own. They are needed for a sharded model, where each process has a part of them.
 
     Raises:
         OSError: if the folder cannot be written.

@@ -24,7 +24,8 @@ def values_that_count(group: Any, config: Any) -> dict[str, Any]:
     """Return the values that count in a group, or in the whole `Config`, by key; see `matters`."""
     settings: dict[str, Any] = {}
     for option in fields(group):
-        is_used, find_value = option.metadata.get("matters_if"), option.metadata.get("matters_as")
+        is_used = option.metadata.get("matters_if")
+        find_value = option.metadata.get("matters_as")
         if "never_matters" in option.metadata:
             continue
         if find_value is not None:
@@ -39,7 +40,7 @@ def values_that_count(group: Any, config: Any) -> dict[str, Any]:
 
 
 def collects_further_keys(option: "Field[Any]") -> bool:
-    """Return whether a field collects the keys of its group that have no field."""
+    """Return whether a field collects all other keys of its group."""
     return "further_keys" in option.metadata
 
 

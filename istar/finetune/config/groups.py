@@ -65,7 +65,8 @@ class Config:
     def _check_stream(self) -> None:
         if self.trainer.max_steps is None:
             raise UserError("task.stream=true needs trainer.max_steps, because a stream has no length")
-        interval, train_limit = self.trainer.val_check_interval, self.trainer.limit_train_batches
+        interval = self.trainer.val_check_interval
+        train_limit = self.trainer.limit_train_batches
         is_unlimited = type(train_limit) is float and train_limit == 1
         is_counted = type(interval) is int or interval == 1
         advice_by_key = {
