@@ -30,10 +30,10 @@ def make_measurements(
     taps, texts = list(taps), list(texts)
     layers = {
         tap: {name: make_value(name, index) for name in MEASURE_TITLES}
-        | {"tokens": 500.0, "isoscore_error": 0.01, "inter_sim_error": 0.02, "two_nn_error": 0.3}
+        | {"points": 500.0, "isoscore_error": 0.01, "inter_sim_error": 0.02, "two_nn_error": 0.3}
         for index, tap in enumerate(taps)
     }
-    columns = {"first": [0, 1, 2], "tokens": [5, 5, 9], "norm": [3.0, 2.0, 1.0], "inter_sim": [0.9, 0.2, math.nan]}
+    columns = {"first": [0, 1, 2], "points": [5, 5, 9], "norm": [3.0, 2.0, 1.0], "inter_sim": [0.9, 0.2, math.nan]}
     scales = [{"n1": n, "value": 10.0 - n, "error": 0.1 * n, "distance": float(n)} for n in (1, 2)]
     form = {
         "rows": 3, "dimensions": WIDTH, "partition_isotropy_as_computed": 0.9, "partition_isotropy_both": 0.8,

@@ -208,7 +208,7 @@ class Layer(Accumulator):
         outliers = outlier_dimensions(dimensions.mean, 5, "median", reference=deviations)
         norms = self.norms.compute()
         measures: dict[str, float | Tensor] = {
-            "tokens": float(moments.count),
+            "points": float(moments.count),
             **_compute_covariance_measures(float_or_nan(lambda: isoscore_unbiased(moments)), spectra["centered"]),
             "inter_sim": float_or_nan(self.cosine.compute),
             "mean_direction_norm": float_or_nan(self.cosine.mean_direction_norm),
@@ -236,7 +236,7 @@ class Layer(Accumulator):
         if massive is not None:
             measures |= {"massive_activations": massive.count, "largest_activation_ratio": massive.largest_ratio}
         replicates = self.compute_replicates() if replicates is None else replicates
-        errors = {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "tokens"}
+        errors = {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "points"}
         return {**{name: float(value) for name, value in measures.items()}, **errors}
 
     def find_massive_activations(self) -> MassiveActivationsSummary | None:
@@ -263,14 +263,14 @@ class Layer(Accumulator):
         has_scatter = self.settings.scatter_by_group
         names = [name for name, needs in MEASURES_WITH_ERROR.items() if needs == "points" or has_scatter]
         estimates = self._compute_without_each_group(self._groups) if (self._groups.count > 0).all() else []
-        replicates = {name: [measures[name] for measures in estimates] for name in ("tokens", *names)}
+        replicates = {name: [measures[name] for measures in estimates] for name in ("points", *names)}
         # A measure is NaN if it is not defined, such as the power law of few dimensions.
         return {name: values if all(map(math.isfinite, values)) else [] for name, values in replicates.items()}
 
     def _compute_without_each_group(self, groups: GroupedPoints) -> list[dict[str, float]]:
         """Compute, for each group, the measures that have a standard error from the points of all other groups."""
         estimates: list[dict[str, float]] = [
-            {"tokens": float(others.count), "inter_sim": others.inter_sim, "average_norm": others.average_norm}
+            {"points": float(others.count), "inter_sim": others.inter_sim, "average_norm": others.average_norm}
             for others in groups.merge_others().compute()
         ]
         if self.settings.scatter_by_group:
@@ -345,7 +345,7 @@ def _summarize_bins(groups: GroupedPoints) -> dict[str, list[float]]:
     return {
         "first": [first for first, _, _ in bins],
         "last": [last for _, last, _ in bins],
-        "tokens": [summary.count for *_, summary in bins],
+        "points": [summary.count for *_, summary in bins],
         "norm": [summary.average_norm for *_, summary in bins],
         "inter_sim": [summary.inter_sim for *_, summary in bins],
     }

@@ -35,7 +35,7 @@ from istar.models.pretrained import load_encoder, load_tokenizer
 from istar.texts.corpus import Source
 
 _MAX_DEFAULT_LENGTH = 512
-_INTEGER_COLUMNS = ("first", "last", "tokens")
+_INTEGER_COLUMNS = ("first", "last", "points")
 """Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` with whole numbers."""
 _NAMES_IN_CONFIG = ("_name_or_path", "transformers_version", "dtype")
 """Keys of a model's configuration that say where its files are from, and how they are loaded."""

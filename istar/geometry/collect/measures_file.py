@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pandas as pd
 from scipy import special
@@ -17,8 +17,10 @@ from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.runs.names import COMBINED
 
 T = TypeVar("T")
+Kind = Literal["tokens", "places", "points"]
+"""What is measured; see `Measurements.kind`."""
 BySourceAndTap = dict[str, dict[str, T]]
-MEASUREMENT_FORMAT = 2
+MEASUREMENT_FORMAT = 3
 """Version of `measures.json`; files of other versions are refused."""
 JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
 TRAJECTORY_FILE = "trajectory.csv"
@@ -90,6 +92,9 @@ class Measurements:
     seconds: float | None = None
     processes: int = 1  # number of processes that shared the pass
     command: str = ""  # command line that took these measures
+    # What the rows of the sums are: `tokens` of texts, `places` of a batch's states, or `points`, rows that existed. Points
+    # have no model, matrices, final norm or texts; their states are clouds in no order.
+    kind: Kind = "tokens"
     format: int = MEASUREMENT_FORMAT
 
     @property

@@ -195,7 +195,7 @@ def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> Literal["
         return "independent"
     # Numbers of tokens without each group.
     first_tokens, other_tokens = (
-        model.get_replicates(next(iter(model.measurements.all_texts))).get("tokens", []) for model in (first, other)
+        model.get_replicates(next(iter(model.measurements.all_texts))).get("points", []) for model in (first, other)
     )
     has_replicates = bool(first_tokens and other_tokens)
     if not has_replicates or (settings.get("limit") is not None and first_tokens != other_tokens):

@@ -107,7 +107,7 @@ def _make_card(label: str, measured: Measurements) -> str:
         [tap, *("-" if math.isnan(value := measures.get(name, math.nan)) else f"{value:.4g}" for name in names)]
         for tap, measures in measures_by_tap.items()
     ]
-    num_tokens = next(iter(measures_by_tap.values()))["tokens"]
+    num_tokens = next(iter(measures_by_tap.values()))["points"]
     return (
         f"## Geometry of the hidden states\n\n"
         f"{label} over {num_tokens:,.0f} tokens of {', '.join(settings['texts'])}: {settings['documents']} documents "
@@ -180,7 +180,7 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
         numbers["checkpoints"] = sum(len(training.steps) for training in content.trainings)
     numbers_of_models = [
         {
-            "tokens": int(model.last_layer_measures["tokens"]),
+            "tokens": int(model.last_layer_measures["points"]),
             "texts": len(model.measurements.settings["texts"]),
             "layers": len(model.layers) - 1,
             "dimensions": model.measurements.width,

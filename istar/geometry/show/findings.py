@@ -90,9 +90,9 @@ def _find_falls(measured: Measurements) -> dict[str, float]:
 def _compare_first_tokens(measured: Measurements) -> dict[str, float]:
     ratios = {}
     for layer, bins in measured.by_position.get(measured.combined_key, {}).items():
-        other_tokens = sum(bins["tokens"][1:])
+        other_tokens = sum(bins["points"][1:])
         if bins["first"][:1] == [0] and other_tokens:
-            summed_norm = sum(norm * count for norm, count in zip(bins["norm"][1:], bins["tokens"][1:], strict=True))
+            summed_norm = sum(norm * count for norm, count in zip(bins["norm"][1:], bins["points"][1:], strict=True))
             ratios[layer] = bins["norm"][0] * other_tokens / summed_norm if summed_norm > 0 else math.nan
     return ratios
 
@@ -199,7 +199,7 @@ def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:
 
 
 def _warn_of_few_tokens(measured: Measurements) -> list[str]:
-    num_tokens = next(iter(measured.all_texts.values()))["tokens"]
+    num_tokens = next(iter(measured.all_texts.values()))["points"]
     if num_tokens >= _TOKENS_PER_DIMENSION * measured.width:
         return []
     return [

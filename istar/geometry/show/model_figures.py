@@ -30,7 +30,7 @@ LAYER_MEASURES = [
     measure
     for measure in MEASURES
     if measure.subject == "layers"
-    and measure.name != "tokens"
+    and measure.name != "points"
     and measure.figure not in _BINNED
     and not measure.name.endswith("_error")
 ]
@@ -104,7 +104,7 @@ def plot_states(models: Sequence[MeasuredModel], ordered: bool = False) -> list[
     for form in ("raw", "centered"):
         lines = []
         for state in states:
-            root = math.sqrt(state.measurements.all_texts[state.tap]["tokens"])
+            root = math.sqrt(state.measurements.all_texts[state.tap]["points"])
             values = [value / root for value in (state.find("spectra") or {}).get(form, [])]
             lines.append(make_spectrum_line(state.label, values, STATE_ROUNDING))
         if any(line.y for line in lines):

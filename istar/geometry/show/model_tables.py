@@ -94,7 +94,7 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         group: [
             [
                 Entry(name_tap(tap)),
-                number_entry(measures["tokens"]),
+                number_entry(measures["points"]),
                 *(_number_with_interval(measures, name, model.num_groups) for name in names),
             ]
             for tap, measures in taps.items()
@@ -135,7 +135,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
             "type": measurements.model["type"],
             "layers": len(model.layers) - 1,
             "dimensions": measurements.width,
-            "tokens": measures["tokens"],
+            "points": measures["points"],
             **{name: measures.get(name, math.nan) for name in compare.SUMMARY_MEASURES},
             "matrix": model.prediction_matrix,
             **{f"partition_{form}": matrix["partition_isotropy_both"] for form, matrix in measures_by_form.items()},

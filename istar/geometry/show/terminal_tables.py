@@ -35,7 +35,7 @@ _TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W
 def make_model_table(label: str, measured: Measurements) -> Table:
     """Return a terminal table of the main measures of each layer, over all texts together."""
     measures_by_tap = measured.all_texts
-    num_tokens = next(iter(measures_by_tap.values()))["tokens"]
+    num_tokens = next(iter(measures_by_tap.values()))["points"]
     title = f"{label} · {num_tokens:,.0f} tokens"
     matrix_texts = [
         f"{side} embeddings {form.replace('_', '-')} {number_entry(measures['partition_isotropy_both']).text}"

@@ -114,11 +114,11 @@ def test_errors_are_those_of_measures_without_each_group(measures_without_group:
 def test_replicates_are_measures_without_each_group(measures_without_group: list[dict[str, float]]) -> None:
     points, tokens, positions, groups = make_text()
     replicates = make_layer(make_text()).compute_replicates()
-    assert replicates.keys() == {"tokens", *measures_without_group[0]}
+    assert replicates.keys() == {"points", *measures_without_group[0]}
     for name in measures_without_group[0].keys() - {"alpha_req"}:
         assert replicates[name] == pytest.approx([values[name] for values in measures_without_group], rel=1e-8), name
     assert replicates["alpha_req"] == []  # not defined in six dimensions
-    assert replicates["tokens"] == [int((groups != group).sum()) for group in range(GROUPS)]
+    assert replicates["points"] == [int((groups != group).sum()) for group in range(GROUPS)]
     assert make_layer(make_text(), settings=LayerSettings("basic")).compute_replicates() == {}
     without_group = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))).compute_replicates()
     assert set(map(tuple, without_group.values())) == {()}
@@ -157,7 +157,7 @@ def test_points_that_are_equal_up_to_rounding_have_norms_and_cosines_alone(scale
     norms = {"average_norm", "mean_vector_norm", "norm_ratio", "massive_activations", "largest_activation_ratio"}
     cosines = {"inter_sim", "intra_sim", "adjusted_intra_sim", "mean_direction_norm", "rank_me", "top_1_cosine_share",
                "top_5_cosine_share", "token_kurtosis", "largest_token_kurtosis"}  # fmt: skip
-    expected_names = {"tokens", *norms, *(cosines if scale else ())}
+    expected_names = {"points", *norms, *(cosines if scale else ())}
     errors = {f"{name}_error" for name in expected_names if f"{name}_error" in measures}
     assert {name for name, value in measures.items() if math.isfinite(value)} == expected_names | errors
     assert measures["average_norm"] == pytest.approx(points[0].norm().item(), rel=1e-6)
@@ -203,7 +203,7 @@ def test_by_position_and_by_frequency() -> None:
             assert len(members) == num_tokens > 0
             assert average_norm == pytest.approx(np.linalg.norm(members, axis=1).mean(), rel=1e-12)
             assert inter_sim == pytest.approx(oracles.mean_pair_cosine(members), **tolerance(is_by_type))
-        assert sum(table["tokens"]) == len(points)
+        assert sum(table["points"]) == len(points)
 
 
 def test_basic_measures_and_no_vocabulary() -> None:

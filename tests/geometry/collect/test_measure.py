@@ -109,7 +109,7 @@ def test_a_list_with_undefined_numbers_is_on_one_line(measurements: Measurements
 
 def test_a_file_of_an_earlier_version_is_refused(measurements: Measurements, tmp_path: Path) -> None:
     write_measures(replace(measurements, format=1), tmp_path)
-    with pytest.raises(UserError, match=r"has format 1; this version reads 2; delete the file and"):
+    with pytest.raises(UserError, match=r"has format 1; this version reads 3; delete the file and"):
         measures_file.read_measurement(tmp_path / measures_file.JSON_FILE)
 
 
@@ -239,9 +239,9 @@ def test_tables_have_fields_of_their_own(complete_measurements: Measurements, tm
     assert (reread.settings["groups"], reread.settings["measures"]) == (3, "all")
     for tap, measures in reread.sources["a"].items():
         for table in (reread.by_position["a"][tap], reread.by_frequency["a"][tap]):
-            assert list(table) == ["first", "last", "tokens", "norm", "inter_sim"]
-            assert sum(table["tokens"]) == measures["tokens"]
-            mean_norm = np.average(table["norm"], weights=table["tokens"])
+            assert list(table) == ["first", "last", "points", "norm", "inter_sim"]
+            assert sum(table["points"]) == measures["points"]
+            mean_norm = np.average(table["norm"], weights=table["points"])
             assert mean_norm == pytest.approx(measures["average_norm"], rel=1e-7)
         assert [scale["n1"] for scale in reread.gride["a"][tap]][:2] == [1, 2]
         assert measures["isoscore_error"] > 0

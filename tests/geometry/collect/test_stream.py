@@ -128,7 +128,7 @@ def compute_naive_measures(points: Any, tokens: Any) -> dict[str, float]:
     variances = np.sort(points.var(0))[::-1]
     shares = singular_values / singular_values.sum()
     return {
-        "tokens": n, "isoscore": (d * phi - 1) / (d - 1), "inter_sim": (cosines.sum() - n) / (n * (n - 1)),
+        "points": n, "isoscore": (d * phi - 1) / (d - 1), "inter_sim": (cosines.sum() - n) / (n * (n - 1)),
         "intra_sim": float(np.mean(intra_sims)), "average_norm": np.linalg.norm(points, axis=1).mean(),
         "mean_vector_norm": np.linalg.norm(points.mean(0)),
         "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
@@ -311,7 +311,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     reading, expected_reading = resumed.readings["text"], uninterrupted.readings["text"]
     documents = source.path.read_text().splitlines()
     assert (reading.documents, reading.characters) == (len(documents), sum(map(len, documents)))
-    assert reading.tokens == expected_reading.tokens == expected_by_tap["embeddings"]["tokens"]
+    assert reading.tokens == expected_reading.tokens == expected_by_tap["embeddings"]["points"]
     # The time of the interrupted pass counts.
     assert reading.seconds >= resumed.earlier_seconds > 0
     # The state is for resuming until the caller has written the result.
@@ -337,7 +337,7 @@ def test_an_unusable_state_is_not_used_and_a_line_says_why(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the text is read from its beginning: ")
     assert reason in line
-    assert measures_by_source["text"]["layer_1"]["tokens"] == sum(map(len, tokenize_inputs(source, 16, "separate")))
+    assert measures_by_source["text"]["layer_1"]["points"] == sum(map(len, tokenize_inputs(source, 16, "separate")))
 
 
 def save_state_after(num_blocks: int, path: Path) -> None:
@@ -447,7 +447,7 @@ def test_a_block_of_separators_alone(tmp_path: Path) -> None:
     for batch_size in (1, 8):
         settings = MeasureSettings(length, batch_tokens=length * batch_size, documents="packed")
         assert (
-            read_statistics(bert(), settings, text_source).compute_measures()["layer_2"]["tokens"] == len(token_ids) - 2
+            read_statistics(bert(), settings, text_source).compute_measures()["layer_2"]["points"] == len(token_ids) - 2
         )
 
 
@@ -517,8 +517,8 @@ def test_positions_are_those_in_the_input(source: Source) -> None:
         table = read_statistics(bert(), settings, source).layers["layer_1"].summarize_by_position()
         assert table["first"][0] == first_position
         blocks = tokenize_inputs(source, 16, "separate")
-        assert table["tokens"][0] == len(blocks)
-        assert sum(table["tokens"]) == sum(len(block) + 2 * (first_position == 0) for block in blocks)
+        assert table["points"][0] == len(blocks)
+        assert sum(table["points"]) == sum(len(block) + 2 * (first_position == 0) for block in blocks)
 
 
 def test_measures_of_the_sample(source: Source) -> None:

@@ -467,7 +467,7 @@ def test_terminal_compares_by_both_signs(measured: Path, tmp_path: Path, capsys:
 
 def test_the_table_on_the_terminal_has_the_last_layer_before_a_final_norm(tmp_path: Path) -> None:
     scores = {"embeddings": 0.1, "layer_1": 0.2, "final_norm": 0.3}
-    measures_by_tap = {tap: {"tokens": 100.0, "isoscore": score} for tap, score in scores.items()}
+    measures_by_tap = {tap: {"points": 100.0, "isoscore": score} for tap, score in scores.items()}
     measured = make_measurements(sources={"wiki": measures_by_tap})
     checkpoints = [Checkpoint(f"step{step}", "m", step=step) for step in (1, 2)]
     plan = trajectory_file.TrajectoryPlan("m", [], MeasureSettings(length=16), tmp_path)

@@ -17,7 +17,7 @@ from tests.geometry.synthetic import TAPS, make_measurements
 
 T_QUANTILE = scipy.stats.t.ppf(0.975, 9)
 USUAL_MEASURES = {
-    "tokens": 10_000.0, "isoscore": 0.3, "participation_ratio": 7.9, "inter_sim": 0.2, "average_norm": 10.0,
+    "points": 10_000.0, "isoscore": 0.3, "participation_ratio": 7.9, "inter_sim": 0.2, "average_norm": 10.0,
     "largest_variance_share": 0.01, "largest_kurtosis": 5.0, "sample_inter_sim": 0.5,
     "sample_inter_sim_without_top_5": 0.3, "outlier_dimensions": 0.0, "massive_activations": 0.0,
     "largest_activation_ratio": 20.0,
@@ -49,7 +49,7 @@ def test_a_usual_model() -> None:
     ]
     # The final normalization is there to change the norm.
     assert find_flags(make_usual({"final_norm": {"average_norm": 500.0}})) == []
-    undefined = dict.fromkeys(USUAL_MEASURES, math.nan) | {"tokens": 10_000.0}
+    undefined = dict.fromkeys(USUAL_MEASURES, math.nan) | {"points": 10_000.0}
     assert describe_single(make_usual(dict.fromkeys(TAPS, undefined))) == ["No measure is unusual."]
 
 
@@ -75,13 +75,13 @@ def test_one_unusual_measure(name: str) -> None:
 
 
 def test_the_first_token_and_the_embedding_matrices() -> None:
-    columns = {"first": [0, 1, 2], "norm": [9.0, 2.0, 1.0], "tokens": [5, 5, 15]}
+    columns = {"first": [0, 1, 2], "norm": [9.0, 2.0, 1.0], "points": [5, 5, 15]}
     ratio = 9.0 / ((5 * 2.0 + 15 * 1.0) / 20)
     assert find_flags(make_usual(by_position={"text": {"layer_1": columns}})) == [
         f"The first token of the model's input has {ratio:.0f} times the average norm of the others in layer 1."
     ]
     # Without tokens at position 0, or at other positions, there is nothing to compare.
-    for other in ({**columns, "first": [1, 2, 4]}, {"first": [0], "norm": [9.0], "tokens": [5]}):
+    for other in ({**columns, "first": [1, 2, 4]}, {"first": [0], "norm": [9.0], "points": [5]}):
         assert find_flags(make_usual(by_position={"text": {"layer_1": other}})) == []
     assert find_flags(make_usual(partition=(0.42, 0.97))) == [
         "The input embeddings are anisotropic: I(W), which is at most 1, is 0.42, and 0.97 after centering."
@@ -95,7 +95,7 @@ def test_the_first_token_and_the_embedding_matrices() -> None:
 def test_the_most_unusual_come_first_and_there_are_five_lines() -> None:
     layers = {"layer_1": {"inter_sim": 0.6}, "layer_2": {name: v for m, _ in UNUSUAL.values() for name, v in m.items()}}
     measured = make_usual(layers)
-    measured.all_texts["embeddings"]["tokens"] = 100.0
+    measured.all_texts["embeddings"]["points"] = 100.0
     flags = find_flags(measured)
     names = ("largest_variance_share", "largest_kurtosis", "outlier_dimensions")
     excesses = {

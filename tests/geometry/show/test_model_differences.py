@@ -28,11 +28,11 @@ def make_model(
     for tap in taps:
         isoscore, inter_sim = random.random(2)
         measures_by_tap[tap] = {
-            "tokens": 500.0, "isoscore": isoscore, "isoscore_error": error, "inter_sim": inter_sim,
+            "points": 500.0, "isoscore": isoscore, "isoscore_error": error, "inter_sim": inter_sim,
             "inter_sim_error": 2 * error, "two_nn": 5.0, "two_nn_error": 0.1,
         }  # fmt: skip
         replicates_by_tap[tap] = {
-            "tokens": [450.0] * GROUPS,
+            "points": [450.0] * GROUPS,
             "isoscore": (isoscore + 0.01 * random.normal(size=GROUPS)).tolist(),
             "inter_sim": (inter_sim + 0.01 * random.normal(size=GROUPS)).tolist(),
         }
@@ -168,7 +168,7 @@ def test_documents_shuffled_otherwise_are_not_paired() -> None:
 
 def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
     first, other = make_model(limit=100), make_model("other", limit=100)
-    other.measurements.replicates["text"]["embeddings"]["tokens"][3] += 1
+    other.measurements.replicates["text"]["embeddings"]["points"][3] += 1
     assert compare.choose_error_method(first, other) == "independent"
 
 

@@ -99,7 +99,7 @@ def test_a_state_without_variance_is_null_and_the_others_stay(measured: Path, na
                 continue
             assert measures.keys() == expected.keys()
             defined = {key for key, value in measures.items() if value is not None}
-            norms = {"tokens", "average_norm", "mean_vector_norm", "norm_ratio"}
+            norms = {"points", "average_norm", "mean_vector_norm", "norm_ratio"}
             assert norms <= defined
             cosines = {"inter_sim", "intra_sim", "mean_direction_norm", "sample_inter_sim"}
             assert cosines & defined == (set() if name == "gain_0" else cosines)
