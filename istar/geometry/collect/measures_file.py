@@ -92,8 +92,8 @@ class Measurements:
     seconds: float | None = None
     processes: int = 1  # number of processes that shared the pass
     command: str = ""  # command line that took these measures
-    # What the rows of the sums are: `tokens` of texts, `places` of a batch's states, or `points`, rows that existed. Points
-    # have no model, matrices, final norm or texts; their states are clouds in no order.
+    # What was measured: `tokens` of texts, `places` of the states of a batch, or `points` that existed before. Points
+    # have no model, matrices, final norm or texts, and their states are clouds in no order.
     kind: Kind = "tokens"
     format: int = MEASUREMENT_FORMAT
 
