@@ -38,7 +38,7 @@ from benchmarks.common import (
     synchronize,
     time_in_rotation,
 )
-from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect.source_sums import MeasureSettings, SourceSums
 from istar.geometry.collect.stream import Stream
 from istar.measures.numerics import keep_freed_memory
 from istar.models import tiny
@@ -140,7 +140,7 @@ def write_random_text(path: Path, words: Sequence[str], tokens: int) -> Source:
     return Source("text", path)
 
 
-def timed_end(device: torch.device, seconds: list[float], statistics: CorpusStatistics) -> dict[str, dict[str, float]]:
+def timed_end(device: torch.device, seconds: list[float], statistics: SourceSums) -> dict[str, dict[str, float]]:
     """Compute the measures at the end of a pass, and append how long it took to `seconds`."""
     synchronize(device)
     start = time.perf_counter()

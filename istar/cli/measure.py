@@ -12,8 +12,8 @@ from istar.drawing.page_tables import print_json
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file, stream, trajectory, trajectory_file
-from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.source_sums import MeasureSettings
 from istar.geometry.show import compare_page, terminal_tables
 from istar.models import saved_checkpoints
 from istar.models.saved_checkpoints import ModelArgument

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from istar.errors import UserError
 from istar.geometry.collect.grouped_moments import GroupedMoments
 from istar.geometry.collect.layers import Layer, LayerSettings
+from istar.geometry.collect.rows import TokenBatch
 from istar.geometry.collect.sample import Sample
-from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import (
     Accumulator,
     AverageCosine,

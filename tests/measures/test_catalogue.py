@@ -10,8 +10,8 @@ import torch
 from istar.errors import UserError
 from istar.geometry.collect.layers import Layer, LayerSettings
 from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.rows import TokenBatch
 from istar.geometry.collect.sample import Sample
-from istar.geometry.collect.token_batch import TokenBatch
 from istar.measures import LayerNormSummary, find_measure
 from istar.measures.catalogue import FIGURES, MEASURES
 from istar.measures.matrix_forms import measure_matrix

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.token_batch import TokenBatch
+from istar.geometry.collect.rows import TokenBatch
 from istar.measures import FourthMoments, Moments, effective_rank, rank_me, singular_values
 from tests import oracles
 

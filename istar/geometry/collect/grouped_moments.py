@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from istar.geometry.collect.token_batch import TokenBatch
+from istar.geometry.collect.rows import TokenBatch
 from istar.measures import Accumulator, FourthMoments
 from istar.measures.numerics import block_length, block_size, zero_vector
 

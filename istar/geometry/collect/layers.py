@@ -10,7 +10,7 @@ from torch import Tensor
 
 from istar.errors import float_or_nan
 from istar.geometry.collect.grouped_moments import GroupedMoments, sum_over_points
-from istar.geometry.collect.token_batch import TokenBatch
+from istar.geometry.collect.rows import TokenBatch
 from istar.measures import (
     Accumulator,
     CosineContributions,

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar.errors import NonFiniteError, UserError, shorten
 from istar.files.outputs import Output
 from istar.files.writing import replace_nested
-from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName, read_earlier
+from istar.geometry.collect.source_sums import MeasureSettings, SourceSums
 from istar.geometry.collect.stream import Stream
 from istar.hidden_states.offloading import find_input_device, hold_weights, read_parameter
 from istar.measures import MassiveActivationsSummary, layer_norm_summary
@@ -249,7 +249,7 @@ def hash_weights(model: PreTrainedModel, output_matrix: Matrix | None) -> str:
     return digest.hexdigest()
 
 
-def summarize_source(statistics: CorpusStatistics, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def summarize_source(statistics: SourceSums, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return a source's `SOURCE_FIELDS` by the name of the hidden state, and its `token_counts`, `(vocabulary,)`.
 
     The counts are None without IntraSim, which counts the tokens. The result shares no memory with the statistics.

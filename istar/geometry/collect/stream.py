@@ -18,9 +18,9 @@ from torch import Tensor
 from istar.drawing.terminal import make_console, make_progress
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
-from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
 from istar.geometry.collect.layer_outputs import BlockReader
-from istar.geometry.collect.token_batch import TokenBatch
+from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.source_sums import MeasureSettings, SourceSums
 from istar.measures.numerics import accumulation_dtype, check_finite
 from istar.models.archives import load_archive
 from istar.runs.names import COMBINED
@@ -92,7 +92,7 @@ class Stream:
         self.earlier_seconds = 0.0
 
     def __call__(
-        self, sources: Sequence[Source], summarize: Callable[[CorpusStatistics], T], console: Console | None = None
+        self, sources: Sequence[Source], summarize: Callable[[SourceSums], T], console: Console | None = None
     ) -> dict[str, T]:
         """Read the sources, and return a summary of each by its name; on ranks other than 0, return {}.
 
@@ -105,7 +105,7 @@ class Stream:
             console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
         self._origins = self._find_origins(sources)
         results: dict[str, T] = {}
-        combined: CorpusStatistics | None = None
+        combined: SourceSums | None = None
         with make_progress(console) as progress:
             for source_index, source in enumerate(sources):
                 statistics = self._read_source(source, source_index, progress)
@@ -126,7 +126,7 @@ class Stream:
             self.readings[COMBINED] = combined_reading
         return results
 
-    def _read_source(self, source: Source, source_index: int, progress: Progress) -> CorpusStatistics:
+    def _read_source(self, source: Source, source_index: int, progress: Progress) -> SourceSums:
         """Accumulate and return the statistics of a source.
 
         Each rank reads its share of the blocks and saves its state every few minutes. At the end, rank 0 merges all.
@@ -228,7 +228,7 @@ class Stream:
     def _count_tokens(self, block: Block) -> int:
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
-    def _merge_ranks(self, source_index: int, statistics: CorpusStatistics, num_blocks_done: int) -> None:
+    def _merge_ranks(self, source_index: int, statistics: SourceSums, num_blocks_done: int) -> None:
         blocks_by_rank = torch.arange(self.num_processes).eq(self._rank) * num_blocks_done
         dist.all_reduce(blocks_by_rank)
         if self._rank == 0:
@@ -241,7 +241,7 @@ class Stream:
         dist.barrier()
 
     def _update_statistics(
-        self, statistics: CorpusStatistics, batches: Sequence[Sequence[Block]], block_keys: Sequence[int]
+        self, statistics: SourceSums, batches: Sequence[Sequence[Block]], block_keys: Sequence[int]
     ) -> None:
         """Run the model and add its hidden states; `block_keys` are unique over all sources, see `Sample.update`."""
         blocks = [block for batch in batches for block in batch]
@@ -287,8 +287,8 @@ class Stream:
         devices = self.taps.devices
         return {tap: origin.to(devices[tap], accumulation_dtype(devices[tap])) for tap, origin in origins.items()}
 
-    def _create_statistics(self) -> CorpusStatistics:
-        return CorpusStatistics(self._config, self.settings, self._origins)
+    def _create_statistics(self) -> SourceSums:
+        return SourceSums(self._config, self.settings, self._origins)
 
     def _find_state_path(self, source_index: int, rank: int) -> Path:
         return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self.num_processes}")

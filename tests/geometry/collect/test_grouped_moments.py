@@ -6,7 +6,7 @@ from torch import Tensor
 
 from istar.geometry.collect import grouped_moments
 from istar.geometry.collect.grouped_moments import GroupedMoments
-from istar.geometry.collect.token_batch import TokenBatch
+from istar.geometry.collect.rows import TokenBatch
 from istar.measures import FourthMoments
 
 NUM_GROUPS, NUM_POINTS = 3, 50

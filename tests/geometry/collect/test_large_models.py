@@ -14,9 +14,9 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.finetune.execute import extras
 from istar.geometry.collect import measure, similarity
-from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.source_sums import MeasureSettings
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder
 from istar.texts.corpus import Source

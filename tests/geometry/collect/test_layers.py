@@ -10,7 +10,7 @@ import torch
 
 from istar.geometry.collect import grouped_moments
 from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.token_batch import TokenBatch
+from istar.geometry.collect.rows import TokenBatch
 from istar.measures import isoscore_unbiased
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from tests import oracles

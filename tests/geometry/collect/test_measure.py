@@ -23,8 +23,8 @@ from rich.console import Console
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file
-from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measures_file import Measurements, OtherModelError, interval_half_width, t_quantile
+from istar.geometry.collect.source_sums import MeasureSettings
 from istar.geometry.collect.stream import Stream
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES_WITH_ERROR

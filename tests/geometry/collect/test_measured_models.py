@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from istar.cli.main import main
-from istar.geometry.collect.corpus_statistics import MeasureSettings
 from istar.geometry.collect.measure import measure_model, open_model
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.similarity import compute_mean_states
+from istar.geometry.collect.source_sums import MeasureSettings
 from istar.models import tiny
 from istar.models.model_source import ModelSource
 from istar.texts.corpus import Source

@@ -19,9 +19,9 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from istar.errors import NonFiniteError, UserError
-from istar.geometry.collect import corpus_statistics, stream
-from istar.geometry.collect.corpus_statistics import CorpusStatistics, MeasureSettings
+from istar.geometry.collect import source_sums, stream
 from istar.geometry.collect.layer_outputs import BlockReader
+from istar.geometry.collect.source_sums import MeasureSettings, SourceSums
 from istar.geometry.collect.stream import Stream
 from istar.models import tiny
 from istar.texts import corpus, demo
@@ -179,7 +179,7 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
     batch_lengths: list[list[int]] = []
     reader = Stream(bert(), TOKENIZER, MeasureSettings(32, batch_tokens=6 * 16, sample=0))
 
-    def record_lengths(statistics: CorpusStatistics, batches: list[list[Block]], keys: Any) -> None:
+    def record_lengths(statistics: SourceSums, batches: list[list[Block]], keys: Any) -> None:
         batch_lengths.extend([len(block.tokens) for block in blocks] for blocks in batches)
 
     monkeypatch.setattr(reader, "_update_statistics", record_lengths)
@@ -254,7 +254,7 @@ def test_sources_and_their_union(source: Source, tmp_path: Path) -> None:
     other.path.write_text("\n".join(SENTENCES * 5))
     model = bert()
     measures_by_source = Stream(model, TOKENIZER, MeasureSettings(16, sample=20, measures="all", groups=3))(
-        [source, other], CorpusStatistics.compute_measures
+        [source, other], SourceSums.compute_measures
     )
     assert list(measures_by_source) == ["text", "other", "combined"]
     for tap, measures in (
@@ -281,7 +281,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     settings, state_path = MeasureSettings(16, batch_tokens=32, sample=30, measures="all", groups=2), tmp_path / "state"
     uninterrupted = Stream(model, TOKENIZER, settings, tmp_path / "other_state", "same")
-    expected_by_tap = uninterrupted([source], CorpusStatistics.compute_measures)["text"]
+    expected_by_tap = uninterrupted([source], SourceSums.compute_measures)["text"]
     interrupted = Stream(model, TOKENIZER, settings, state_path, "same")
     saved_keys: list[int] = []
 
@@ -293,7 +293,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(interrupted, "_update_statistics", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        interrupted([source], CorpusStatistics.compute_measures)
+        interrupted([source], SourceSums.compute_measures)
     assert len(list(tmp_path.glob("state.*"))) == 1
     resumed = Stream(model, TOKENIZER, settings, state_path, "same")
     resumed_keys: list[int] = []
@@ -303,7 +303,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
         Stream._update_statistics(resumed, statistics, batches, keys)
 
     monkeypatch.setattr(resumed, "_update_statistics", record_keys)
-    measures_by_tap = resumed([source], CorpusStatistics.compute_measures)["text"]
+    measures_by_tap = resumed([source], SourceSums.compute_measures)["text"]
     # The state holds the first window of 7 blocks and a part of the second.
     assert sorted(saved_keys + resumed_keys) == list(range(len(tokenize_inputs(source, 16, "separate"))))
     for tap, expected_measures in expected_by_tap.items():
@@ -333,7 +333,7 @@ def test_an_unusable_state_is_not_used_and_a_line_says_why(
     state_path = tmp_path / "state.0.0-1"
     state_path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, state_path)
     reader = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0, groups=0), tmp_path / "state", "same")
-    measures_by_source = reader([source], CorpusStatistics.compute_measures)
+    measures_by_source = reader([source], SourceSums.compute_measures)
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: the text is read from its beginning: ")
     assert reason in line
@@ -391,7 +391,7 @@ def test_nonfinite_states(source: Source, monkeypatch: pytest.MonkeyPatch, docum
     monkeypatch.setattr(module, "forward", damage)
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
     with pytest.raises(NonFiniteError, match=rf"^the hidden states at {place}\b.* are not finite"):
-        reader([source], CorpusStatistics.compute_measures)
+        reader([source], SourceSums.compute_measures)
     assert [bool(is_damaged.any()) for is_damaged in seen].index(True) == len(seen) - 1
 
 
@@ -452,20 +452,20 @@ def test_a_block_of_separators_alone(tmp_path: Path) -> None:
 
 
 def test_one_source_is_in_memory_at_a_time(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: weakref.WeakSet[CorpusStatistics] = weakref.WeakSet()
+    alive: weakref.WeakSet[SourceSums] = weakref.WeakSet()
     max_alive = 0
 
-    class TrackedStatistics(CorpusStatistics):
+    class TrackedStatistics(SourceSums):
         def __init__(self, *arguments: Any) -> None:
             nonlocal max_alive
             super().__init__(*arguments)
             alive.add(self)
             max_alive = max(max_alive, len(alive))
 
-    monkeypatch.setattr(stream, "CorpusStatistics", TrackedStatistics)
+    monkeypatch.setattr(stream, "SourceSums", TrackedStatistics)
     sources = [Source(name, source.path) for name in "abc"]
     measures_by_source = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0, groups=0), tmp_path / "state", "same")(
-        sources, CorpusStatistics.compute_measures
+        sources, SourceSums.compute_measures
     )
     assert list(measures_by_source) == [*"abc", "combined"]
     assert max_alive == 2
@@ -496,10 +496,10 @@ def test_errors_are_from_groups_of_documents(source: Source) -> None:
 def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     required_bytes = 10 * 3 * 24**2 * 12
     for limit, is_warned in ((required_bytes, False), (required_bytes - 1, True)):
-        monkeypatch.setattr(corpus_statistics, "MAX_GROUP_BYTES", limit)
+        monkeypatch.setattr(source_sums, "MAX_GROUP_BYTES", limit)
         console = Console(file=io.StringIO(), width=80)
         measures_by_tap = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0))(
-            [source], CorpusStatistics.compute_measures, console
+            [source], SourceSums.compute_measures, console
         )["text"]
         assert ("isoscore_error" not in measures_by_tap["layer_1"]) == is_warned
         assert math.isfinite(measures_by_tap["layer_1"]["inter_sim_error"])

@@ -65,7 +65,7 @@ class MeasureSettings:
         )
 
 
-class CorpusStatistics(Accumulator):
+class SourceSums(Accumulator):
     """Accumulates all measures of all hidden states over a source.
 
     `config` is the text config of the measured model. `origins` contains, for each hidden state by name, a point near

@@ -2,7 +2,7 @@
 
 import torch
 
-from istar.geometry.collect.token_batch import TokenBatch
+from istar.geometry.collect.rows import TokenBatch
 
 TOKENS = torch.tensor([5, 6, 7, 8, 8, 9, 5, 5])
 POSITIONS = torch.tensor([1, 2, 1, 1, 2, 1, 2, 3])
