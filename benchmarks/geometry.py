@@ -38,7 +38,8 @@ from benchmarks.common import (
     synchronize,
     time_in_rotation,
 )
-from istar.geometry.collect.source_sums import MeasureSettings, SourceSums
+from istar.geometry.collect.pass_settings import MeasureSettings
+from istar.geometry.collect.source_sums import SourceSums
 from istar.geometry.collect.stream import Stream
 from istar.measures.numerics import keep_freed_memory
 from istar.models import tiny

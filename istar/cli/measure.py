@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from istar.cli.options import find_placement
@@ -13,7 +13,7 @@ from istar.drawing.terminal import make_console
 from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file, stream, trajectory, trajectory_file
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.source_sums import MeasureSettings
+from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.show import compare_page, terminal_tables
 from istar.models import saved_checkpoints
 from istar.models.saved_checkpoints import ModelArgument
@@ -69,8 +69,10 @@ def measure_models(
         if console is not None and len(folders) > 1:
             console.print(f"measuring {model.default_label}", soft_wrap=True)
         opened_model = measure.open_model(model.source, options.dtype, options.device)
-        measurements = measure.measure_model(opened_model, sources, settings, folder, console, options.typed)
-        del opened_model  # its memory is needed for the next one
+        text_pass = measure.plan_pass(opened_model, sources, settings)
+        collected = measure.measure_into(text_pass, folder, console)
+        measurements = replace(collected.measurements, command=options.typed)
+        del opened_model, text_pass  # the model's memory is needed for the next one
         if rank == 0:
             yield model, measurements, compare_page.write_model(measurements, folder, model.label)
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from istar.errors import UserError
 from istar.geometry.collect.grouped_moments import GroupedMoments
 from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.sample import Sample
 from istar.measures import (
     Accumulator,
@@ -46,9 +46,9 @@ class Batch:
     keys: list[int]
 
     @property
-    def tokens(self) -> TokenBatch:
+    def tokens(self) -> Rows:
         positions = torch.arange(LENGTH).repeat(len(self.points))
-        return TokenBatch.of(self.token_ids.flatten(), positions, self.groups.repeat_interleave(LENGTH))
+        return Rows.of(self.groups.repeat_interleave(LENGTH), self.token_ids.flatten(), positions)
 
     @property
     def rows(self) -> Tensor:

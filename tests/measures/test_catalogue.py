@@ -10,7 +10,7 @@ import torch
 from istar.errors import UserError
 from istar.geometry.collect.layers import Layer, LayerSettings
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.sample import Sample
 from istar.measures import LayerNormSummary, find_measure
 from istar.measures.catalogue import FIGURES, MEASURES
@@ -30,7 +30,7 @@ def test_every_measure_of_a_layer_is_in_the_catalogue():
     layer = Layer(3, torch.zeros(4), LayerSettings("all", num_groups=2))
     points = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     # The tokens are sorted by group, as the points of a batch must be.
-    layer.update(points, TokenBatch.of(torch.arange(30) % 3, torch.arange(30) % 10, torch.arange(30) // 15))
+    layer.update(points, Rows.of(torch.arange(30) // 15, torch.arange(30) % 3, torch.arange(30) % 10))
     sample = Sample({"layer": torch.device("cpu")}, 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
     computed = {*layer.compute_measures(), *sample.compute_cosines("layer"), "two_nn", "two_nn_error"}

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.rows import Rows
 from istar.measures import FourthMoments, Moments, effective_rank, rank_me, singular_values
 from tests import oracles
 
@@ -35,7 +35,7 @@ def measure(points: Tensor) -> dict[str, float]:
     layer = Layer(0, points[:300].double().mean(0), LayerSettings(num_groups=0))
     for batch in points.split(300):
         zeros = torch.zeros(len(batch), dtype=torch.int64)
-        layer.update(batch, TokenBatch.of(zeros, zeros))
+        layer.update(batch, Rows.of(zeros, zeros, zeros))
     return layer.compute_measures()
 
 

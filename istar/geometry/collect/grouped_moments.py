@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.rows import Rows
 from istar.measures import Accumulator, FourthMoments
 from istar.measures.numerics import block_length, block_size, zero_vector
 
@@ -80,23 +80,23 @@ class GroupedMoments(Accumulator):
         self._recent_counts: dict[int, int] = {}
 
     @torch.no_grad()
-    def update(self, centered: Tensor, squared_norms: Tensor, batch: TokenBatch) -> None:
+    def update(self, centered: Tensor, squared_norms: Tensor, rows: Rows) -> None:
         """Add the points of a batch by their differences from the origin, `(n, d)`, float32 or float64.
 
-        The differences and their squared norms, `(n,)`, are in the order of the rows of the batch. The batch has the
-        groups of this accumulator, or this one has a single group.
+        The differences and their squared norms, `(n,)`, are in the order of `rows`. These have the groups of this
+        accumulator, or this one has a single group.
         """
-        groups = batch.groups.groups % self._num_groups
+        groups = rows.groups.groups % self._num_groups
         for sums, batch_sums in (
-            (self.counts, batch.groups.counts),
-            (self.totals, batch.groups.sum_rows(centered)),
-            (self.thirds, batch.groups.sum_rows(centered, squared_norms)),
+            (self.counts, rows.groups.counts),
+            (self.totals, rows.groups.sum_rows(centered)),
+            (self.thirds, rows.groups.sum_rows(centered, squared_norms)),
             # Fourth powers can leave the range of float32.
-            (self.fourths, batch.groups.sum_values(squared_norms.to(self.fourths).square())),
+            (self.fourths, rows.groups.sum_values(squared_norms.to(self.fourths).square())),
         ):
             sums.index_add_(0, groups, batch_sums.to(sums))
-        for group, rows in batch.group_slices.items():
-            for points in centered[rows].split(MAX_PRODUCT_POINTS):
+        for group, group_rows in rows.group_slices.items():
+            for points in centered[group_rows].split(MAX_PRODUCT_POINTS):
                 self._add_scatter(group % self._num_groups, points)
         self.epsilon = self.epsilon.clamp(min=torch.finfo(centered.dtype).eps)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from istar.errors import float_or_nan
 from istar.geometry.collect.grouped_moments import GroupedMoments, sum_over_points
-from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.rows import Rows
 from istar.measures import (
     Accumulator,
     CosineContributions,
@@ -63,6 +63,7 @@ class LayerSettings:
     # Whether to keep the moments, d^2 numbers, of each group. Without them, measures of the covariance lack a standard
     # error.
     scatter_by_group: bool = True
+    has_positions: bool = True  # whether points have a position in their example, as tokens in a text
 
 
 class Layer(Accumulator):
@@ -75,7 +76,8 @@ class Layer(Accumulator):
 
     A `vocabulary_size` of 0 leaves out IntraSim and the measures by frequency; `types` is then None. The `origin`,
     `(d,)`, is a point near the mean, on the device of the hidden states. Accumulators to merge need the same origin and
-    settings. `types` contains norms and directions by token type, and `positions` by `log2_bins` of the position.
+    settings. `types` contains norms and directions by token type, and `positions` by `log2_bins` of the position, or
+    None where the settings leave it out.
     """
 
     def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
@@ -92,24 +94,26 @@ class Layer(Accumulator):
         self.power_sums = self.add_state("power_sums", self._origin.new_zeros(4, dim), "sum")
         # float32 halves the largest sums of a layer. It changes IntraSim by 3e-10, and the value of one type by 9e-8.
         self.types = GroupedPoints(vocabulary_size, dim, device, torch.float32) if vocabulary_size else None
-        self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device)
+        self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device) if self.settings.has_positions else None
         has_all_measures = self.settings.measures == "all"
         self._kurtosis = TokenKurtosis(dim, device=device) if has_all_measures else None
         self._massive = MassiveActivations(dim, device=device) if has_all_measures else None
 
     @torch.no_grad()
-    def update(self, points: Tensor, batch: TokenBatch) -> None:
-        """Add the hidden states `(n, d)` of a batch's tokens, without padding, in the order of `TokenBatch.order`."""
+    def update(self, points: Tensor, rows: Rows) -> None:
+        """Add points `(n, d)`, without padding, in the order of `Rows.order`; a type or position is -1 if unknown."""
         if not len(points):
             return
         if self._massive is not None:
-            self._massive.update(points, batch.token_ids, batch.positions)
+            unknown = torch.full((len(points),), -1, device=points.device)
+            columns = (unknown if column is None else column for column in (rows.type_ids, rows.positions))
+            self._massive.update(points, *columns)
         with full_precision(points.device):
-            is_added = self._add(points.to(torch.promote_types(points.dtype, torch.float32)), batch)
+            is_added = self._add(points.to(torch.promote_types(points.dtype, torch.float32)), rows)
             if not is_added:
-                self._add(points.double(), batch)
+                self._add(points.double(), rows)
 
-    def _add(self, points: Tensor, batch: TokenBatch) -> bool:
+    def _add(self, points: Tensor, rows: Rows) -> bool:
         """Add points, float32 or float64, in the order of the rows of the batch, and return True.
 
         If float32 has too small a range for the points, and the device has float64, add nothing and return False.
@@ -131,22 +135,22 @@ class Layer(Accumulator):
                 differences = points[:, small].to(self._origin) - self._origin[small]
                 sums.powers[:, small] = torch.stack([differences.pow(power).sum(0) for power in range(1, 5)])
         self.power_sums = self.power_sums + sums.powers
-        self._moments.update(sums.centered, sums.squared_distances, batch)
+        self._moments.update(sums.centered, sums.squared_distances, rows)
         wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
         self.norms.add_norms(wide_norms, sums.powers[0] + len(points) * self._origin)
         self._add_cosines(wide_inverse_norms, sums.weighted)
         values = torch.stack([wide_norms, wide_inverse_norms, (norms != 0).to(wide_norms)])
-        for grouped_points, rows in (
-            (self._groups, batch.groups),
-            (self.positions, batch.position_bins),
-            (self.types, batch.types),
+        for grouped_points, grouped_rows in (
+            (self._groups, rows.groups),
+            (self.positions, rows.position_bins),
+            (self.types, rows.types),
         ):
-            if grouped_points is not None:
+            if grouped_points is not None and grouped_rows is not None:
                 # By w x = w (x - o) + w o, for unit vectors w x and the origin o.
-                weighted = rows.sum_rows(sums.centered, inverse_norms).to(grouped_points.dtype)
-                norm_totals, weight_totals, num_nonzero = rows.sum_values(values)
+                weighted = grouped_rows.sum_rows(sums.centered, inverse_norms).to(grouped_points.dtype)
+                norm_totals, weight_totals, num_nonzero = grouped_rows.sum_values(values)
                 unit_totals = weighted.addr_(weight_totals.to(weighted), self._origin.to(weighted))
-                grouped_points.add_rows(rows, unit_totals, norm_totals, num_nonzero)
+                grouped_points.add_rows(grouped_rows, unit_totals, norm_totals, num_nonzero)
         if self._kurtosis is not None:
             self._kurtosis.add_kurtoses(*row_kurtosis(points))
         return True
@@ -244,8 +248,8 @@ class Layer(Accumulator):
         return None if self._massive is None else self._massive.compute()
 
     def summarize_by_position(self) -> dict[str, list[float]]:
-        """Return the average norm and InterSim of the tokens in bins of their position; see `_summarize_bins`."""
-        return _summarize_bins(self.positions)
+        """Return the average norm and InterSim of the points in bins of their position; {} without positions."""
+        return {} if self.positions is None else _summarize_bins(self.positions)
 
     def summarize_by_frequency(self) -> dict[str, list[float]]:
         """Return the average norm and InterSim of tokens by how often their type occurs; {} without a vocabulary."""

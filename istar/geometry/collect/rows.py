@@ -1,6 +1,7 @@
-"""The tokens of a batch, sorted and counted once for the accumulators of all layers."""
+"""The rows of a batch of points, sorted and counted once for the accumulators of all states."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,51 +11,66 @@ from istar.measures.point_groups import RowsByGroup
 
 
 @dataclass(frozen=True)
-class TokenBatch:
-    """The tokens of a batch as all layers' accumulators need them.
-
-    The rows of the batch are its tokens sorted by group of documents, so that each group is a slice.
+class Rows:
+    """What is known about the rows of a batch, in the order in which accumulators get them: sorted by group.
 
     Attributes:
-        order: index of the token at each row, `(n,)`, on the CPU.
-        token_ids: id of each row's token, `(n,)`.
-        positions: position of each row's token in the model's input, from 0, `(n,)`.
-        types: rows of each token id.
-        position_bins: rows of each of the `log2_bins` of the positions.
-        groups: rows of each group of documents.
-        group_slices: the rows of each group of documents as a slice, by group.
+        order: index of the point at each row, `(n,)`, on the CPU.
+        groups: rows of each group of examples. Points of different groups are independent of each other.
+        group_slices: the rows of each group as a slice, by group.
+        positions: position of each row's point in its example, from 0, `(n,)`, or None.
+        position_bins: rows of each of the `log2_bins` of the positions, or None without positions.
+        type_ids: type of each row's point, such as the id of its token, `(n,)`, or None.
+        types: rows of each type, or None without types.
+        examples: rows of each example that is kept for comparisons, or None if no examples are kept.
     """
 
     order: Tensor
-    token_ids: Tensor
-    positions: Tensor
-    types: RowsByGroup
-    position_bins: RowsByGroup
     groups: RowsByGroup
     group_slices: dict[int, slice]
+    positions: Tensor | None = None
+    position_bins: RowsByGroup | None = None
+    type_ids: Tensor | None = None
+    types: RowsByGroup | None = None
+    examples: RowsByGroup | None = None
 
     @classmethod
     def of(
-        cls, token_ids: Tensor, positions: Tensor, groups: Tensor | None = None, device: torch.device | None = None
-    ) -> "TokenBatch":
-        """Sort and count the tokens of a batch on the CPU, and move the result to a device, by default the CPU.
-
-        All tensors are `(n,)`. Positions are in the model's input, from 0. `groups` are of the tokens' documents; None
-        puts all in group 0.
-        """
-        device = device or torch.device("cpu")
-        groups = torch.zeros_like(token_ids) if groups is None else groups
+        cls,
+        groups: Tensor,
+        types: Tensor | None = None,
+        positions: Tensor | None = None,
+        examples: Tensor | None = None,
+    ) -> "Rows":
+        """Sort and count points by their groups, types, positions and examples, integers `(n,)` on the CPU."""
         order = groups.argsort(stable=True)
-        token_ids, positions = token_ids[order], positions[order]
         rows_by_group = RowsByGroup.of(groups[order])
         ends = rows_by_group.counts.cumsum(0)
         limits = torch.stack([rows_by_group.groups, ends - rows_by_group.counts, ends], 1).tolist()
+        sorted_types, sorted_positions = (None if column is None else column[order] for column in (types, positions))
         return cls(
             order=order,
-            token_ids=token_ids.to(device),
-            positions=positions.to(device),
-            types=RowsByGroup.of(token_ids).to(device),
-            position_bins=RowsByGroup.of(log2_bins(positions)).to(device),
-            groups=rows_by_group.to(device),
+            groups=rows_by_group,
             group_slices={group: slice(start, end) for group, start, end in limits},
+            positions=sorted_positions,
+            position_bins=None if sorted_positions is None else RowsByGroup.of(log2_bins(sorted_positions)),
+            type_ids=sorted_types,
+            types=None if sorted_types is None else RowsByGroup.of(sorted_types),
+            examples=None if examples is None else RowsByGroup.of(examples[order]),
         )
+
+    def to(self, device: torch.device) -> "Rows":
+        """Return a copy on a device; the order stays on the CPU."""
+        if device.type == "cpu":
+            return self
+        columns: dict[str, Any] = {
+            name: column.to(device)
+            for name, column in vars(self).items()
+            if isinstance(column, Tensor | RowsByGroup) and name != "order"
+        }
+        return replace(self, **columns)
+
+    @property
+    def row_of_point(self) -> Tensor:
+        """Row of each point, `(n,)`, on the CPU."""
+        return self.order.argsort()

@@ -62,15 +62,16 @@ class Sample(Accumulator):
         self,
         block_keys: Sequence[int],
         lengths: Sequence[int],
-        tokens: Tensor,
+        tokens: Tensor | None,
         states: Mapping[str, Tensor],
         rows: Tensor | None = None,
     ) -> None:
         """Add the tokens of blocks, and keep a sample of all tokens so far.
 
         A block's unique key, at least 0 and below 2^64, determines its random numbers. `lengths` are the blocks'
-        numbers of tokens, and `tokens` the types of all tokens, `(n,)`, on the CPU. `states` are hidden states `(n, d)`
-        by tap, on any device, and `rows` each token's row in them, `(n,)`, on the CPU; None if the order is the same.
+        numbers of tokens, and `tokens` the types of all tokens, `(n,)`, on the CPU; None if all are of different types.
+        `states` are hidden states `(n, d)` by tap, on any device, and `rows` each token's row in them, `(n,)`, on the
+        CPU; None if the order is the same.
         """
         if not self.size:
             return
@@ -82,6 +83,8 @@ class Sample(Accumulator):
             state["state"]["key"][1], bit_generator.state = key, state
             draws.append(generator.random(length))
         random_numbers = torch.from_numpy(np.concatenate(draws))
+        if tokens is None:
+            tokens = random_numbers.view(torch.int64)  # all different
         upper_bound = self.random_numbers[-1] if len(self.random_numbers) == self.size else torch.inf
         candidates = (random_numbers < upper_bound).nonzero().squeeze(1)
         self._add(

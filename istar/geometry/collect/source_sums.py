@@ -1,91 +1,89 @@
-"""What a pass over a corpus accumulates: its settings, and the statistics of all layers."""
+"""What a pass over a source accumulates for all states."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from istar.geometry.collect.layers import Layer, LayerSettings, MeasureSet
+from istar.geometry.collect.examples import ExampleSums
+from istar.geometry.collect.layers import Layer
+from istar.geometry.collect.pass_settings import SumSettings
+from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.sample import Sample
 from istar.measures import Accumulator, ScaleDimension
-from istar.measures.catalogue import MEASURES_WITH_ERROR
-from istar.texts.corpus import Documents
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-MAX_GROUP_BYTES = 2**30
-"""Maximum bytes of the scatter matrices of all groups and layers; above it, covariance measures get no error."""
-_BYTES_OF_SCATTER = 8 + 4
-"""Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
-
-SpecialTokens = Literal["include", "exclude"]
-"""Whether statistics include the hidden states of special tokens; see `MeasureSettings`."""
-
-
-@dataclass(frozen=True)
-class MeasureSettings:
-    """Settings of `istar measure`, for a pass over a corpus."""
-
-    length: int  # maximum number of tokens of a block, including special tokens
-    # Maximum number of tokens of a batch, with padding; see `corpus.split_into_batches` for the default.
-    batch_tokens: int | None = None
-    sample: int = 5_000  # maximum number of token types to keep for TwoNN, with one occurrence of each
-    seed: int = 0  # seed of that sample, and of the order of the documents
-    # A source is read until the statistics have at least this number of its tokens; None reads all of it.
-    limit: int | None = None
-    shuffle_buffer: int = 0  # number of documents to draw the next one from, see `corpus.shuffle_documents`; 0: none
-    intra: bool = True  # whether to compute IntraSim; its sums may need gigabytes, see `GroupedPoints`
-    documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
-    # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
-    special_tokens: SpecialTokens = "exclude"
-    measures: MeasureSet = "basic"  # `all` adds the measures that take the most time
-    # Number of groups of documents for standard errors; 0 computes none. Document i, counted from 0, is in group
-    # i mod `groups`. Of packed documents, each run of `corpus.RUN_LENGTH` consecutive blocks counts as one document.
-    groups: int = 10
-
-    def make_layer_settings(self, dim: int, num_layers: int) -> LayerSettings:
-        """Return the settings of each layer's accumulators for a model with `num_layers` layers of width `dim`."""
-        return LayerSettings(
-            measures=self.measures,
-            num_groups=self.groups,
-            scatter_by_group=self.groups * num_layers * dim**2 * _BYTES_OF_SCATTER <= MAX_GROUP_BYTES,
-        )
-
-    def describe_missing_errors(self, dim: int, num_layers: int) -> str | None:
-        """Return which measures of this model get no standard errors, and why; None if all get the usual ones."""
-        if self.make_layer_settings(dim, num_layers).scatter_by_group:
-            return None
-        names = ", ".join(name for name, needs in MEASURES_WITH_ERROR.items() if needs == "covariance")
-        return (
-            f"{names} get no standard errors, because the sums of {self.groups} groups would take more than "
-            f"{MAX_GROUP_BYTES / 2**30:g} GiB; choose fewer --groups"
-        )
+from istar.measures.numerics import check_finite
 
 
 class SourceSums(Accumulator):
-    """Accumulates all measures of all hidden states over a source.
+    """Accumulates all measures of all states over a source.
 
-    `config` is the text config of the measured model. `origins` contains, for each hidden state by name, a point near
-    its mean, `(d,)`, on its layer's device. `sample` keeps one occurrence of each of a random sample of token types.
+    A sample of the points is kept for measures of pairs. If points have types, it has one occurrence of each type.
+
+    Args:
+        settings: which measures, groups and sample.
+        origins: for each state by name, a point near its mean, `(d,)`, on the device of the state.
+        num_types: number of types of points, such as the size of a vocabulary; 0 leaves out IntraSim.
+        has_positions: whether points have a position in their example.
+        sample_size: maximum number of points in the sample.
+        num_examples: number of examples, from the first one on, whose mean states are kept.
+        row_sets: the states in sets that have the same points in each batch; by default, all are one set.
     """
 
-    def __init__(self, config: "PretrainedConfig", settings: MeasureSettings, origins: Mapping[str, Tensor]) -> None:
-        vocabulary_size = config.vocab_size if settings.intra else 0
-        layer_settings = settings.make_layer_settings(config.hidden_size, len(origins))
-        self.layers = {tap: Layer(vocabulary_size, origin, layer_settings) for tap, origin in origins.items()}
+    def __init__(
+        self,
+        settings: SumSettings,
+        origins: Mapping[str, Tensor],
+        *,
+        num_types: int = 0,
+        has_positions: bool = True,
+        sample_size: int | None = None,
+        num_examples: int = 0,
+        row_sets: Iterable[Sequence[str]] | None = None,
+    ) -> None:
+        layer_settings = settings.make_layer_settings(map(len, origins.values()), has_positions)
+        self.layers = {state: Layer(num_types, origin, layer_settings) for state, origin in origins.items()}
+        self.examples = {state: ExampleSums(num_examples, origin) for state, origin in origins.items() if num_examples}
         self._has_all_measures = settings.measures == "all"
-        devices = {tap: origin.device for tap, origin in origins.items()}
-        self.sample = Sample(devices, min(settings.sample, config.vocab_size), settings.seed)
+        size = settings.sample if sample_size is None else sample_size
+        self._row_sets = [list(origins)] if row_sets is None else list(row_sets)
+        self.samples = {
+            states[0]: Sample({state: origins[state].device for state in states}, size, settings.seed)
+            for states in self._row_sets
+        }
+
+    def get_sample(self, state: str) -> Sample:
+        """Return the sample with the points of a state."""
+        return next(self.samples[states[0]] for states in self._row_sets if state in states)
+
+    def update(
+        self, states: Mapping[str, Tensor], rows: Rows, part_keys: Sequence[int], part_lengths: Sequence[int]
+    ) -> None:
+        """Add the points `(n, d)` of states with the same rows, in the order of `rows`.
+
+        The points are divided into parts, such as blocks of a text. The key of a part is unique in all sources, and
+        decides which of its points are sampled; see `Sample.update`.
+
+        Raises:
+            NonFiniteError: if a point is not finite.
+        """
+        rows_by_device = {device: rows.to(device) for device in {points.device for points in states.values()}}
+        for state, points in states.items():
+            device_rows = rows_by_device[points.device]
+            self.layers[state].update(points, device_rows)
+            check_finite(self.layers[state].power_sums, f"the hidden states at {state}, or their fourth powers,")
+            if self.examples and device_rows.examples is not None:
+                self.examples[state].update(points, device_rows.examples)
+        row_of_point = rows.row_of_point
+        types = None if rows.type_ids is None else rows.type_ids[row_of_point]
+        sample = self.get_sample(next(iter(states)))
+        sample.update(part_keys, part_lengths, types, states, row_of_point)
 
     def compute_measures(
         self,
         spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
         replicates: Mapping[str, Mapping[str, list[float]]] | None = None,
     ) -> dict[str, dict[str, float]]:
-        """Compute all measures, by hidden state and name. A sample of size 0 leaves out the measures that need it.
+        """Compute all measures, by state and name. A sample of size 0 leaves out the measures that need it.
 
         `spectra` and `replicates` are results of `Layer.compute_spectra` and `Layer.compute_replicates` by state; None
         computes them.
@@ -94,11 +92,12 @@ class SourceSums(Accumulator):
             tap: layer.compute_measures(spectra[tap] if spectra else None, replicates[tap] if replicates else None)
             for tap, layer in self.layers.items()
         }
-        if self.sample.size:
-            for tap, measures in measures_by_tap.items():
-                measures["two_nn"], measures["two_nn_error"] = self.sample.estimate_two_nn(tap)
+        for tap, measures in measures_by_tap.items():
+            sample = self.get_sample(tap)
+            if sample.size:
+                measures["two_nn"], measures["two_nn_error"] = sample.estimate_two_nn(tap)
                 if self._has_all_measures:
-                    measures |= self.sample.compute_cosines(tap)
+                    measures |= sample.compute_cosines(tap)
                 if self.layers[tap].is_constant:  # distances and z-scores are rounding errors
                     names = measures.keys() & {"two_nn", "two_nn_error", "sample_inter_sim_standardized"}
                     measures |= dict.fromkeys(names, math.nan)
@@ -106,5 +105,12 @@ class SourceSums(Accumulator):
 
     def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
         """Estimate the intrinsic dimension by state and scale; empty without a sample, or with the basic measures."""
-        taps = self.layers if self.sample.size and self._has_all_measures else ()
-        return {tap: [] if self.layers[tap].is_constant else self.sample.estimate_gride(tap) for tap in taps}
+        return {
+            tap: [] if layer.is_constant else self.get_sample(tap).estimate_gride(tap)
+            for tap, layer in self.layers.items()
+            if self._has_all_measures and self.get_sample(tap).size
+        }
+
+    def compute_examples(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the number of points and the mean state, `(examples,)` and `(examples, d)`, of each state."""
+        return {state: sums.compute() for state, sums in self.examples.items()}

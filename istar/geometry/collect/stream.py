@@ -19,8 +19,9 @@ from istar.drawing.terminal import make_console, make_progress
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
 from istar.geometry.collect.layer_outputs import BlockReader
-from istar.geometry.collect.rows import TokenBatch
-from istar.geometry.collect.source_sums import MeasureSettings, SourceSums
+from istar.geometry.collect.pass_settings import MeasureSettings
+from istar.geometry.collect.rows import Rows
+from istar.geometry.collect.source_sums import SourceSums
 from istar.measures.numerics import accumulation_dtype, check_finite
 from istar.models.archives import load_archive
 from istar.runs.names import COMBINED
@@ -56,7 +57,8 @@ class Stream:
 
     The model must be without a head, in eval mode, and on its devices. Statistics are where the hidden states are. The
     names of the state files start with the name of `state_path`; None saves no state. `identity` is a hash of
-    everything that the result depends on; a file with another identity is not used. The caller deletes the files.
+    everything that the result depends on; a file with another identity is not used. The caller deletes the files. The
+    mean states of the first `num_examples` documents of each source are kept.
 
     Attributes:
         taps: the `BlockReader` of the model, which returns hidden states by name.
@@ -75,8 +77,9 @@ class Stream:
         settings: MeasureSettings,
         state_path: Path | None = None,
         identity: str = "",
+        num_examples: int = 0,
     ) -> None:
-        self.settings, self._identity = settings, identity
+        self.settings, self._identity, self._num_examples = settings, identity, num_examples
         self._saves_state, self._state_path = state_path is not None, state_path or Path("state")
         is_distributed = dist.is_available() and dist.is_initialized()
         self._rank, self.num_processes = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
@@ -100,7 +103,7 @@ class Stream:
         are large: once it has returned, they are merged into the statistics of all sources. The console shows a
         progress bar and warnings. Raises a `UserError` if a source cannot be read or contains no text.
         """
-        warning = self.settings.describe_missing_errors(self._config.hidden_size, len(self.taps.names))
+        warning = self.settings.describe_missing_errors([self._config.hidden_size] * len(self.taps.names))
         if console is not None and warning is not None:
             console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
         self._origins = self._find_origins(sources)
@@ -245,24 +248,17 @@ class Stream:
     ) -> None:
         """Run the model and add its hidden states; `block_keys` are unique over all sources, see `Sample.update`."""
         blocks = [block for batch in batches for block in batch]
-        num_groups = max(self.settings.groups, 1)
         inputs, masks = zip(*map(self.taps.make_inputs, batches), strict=True)
         token_ids = torch.cat(
             [batch_inputs["input_ids"][mask] for batch_inputs, mask in zip(inputs, masks, strict=True)]
         )
         positions = torch.cat([mask.nonzero()[:, 1] for mask in masks])
         num_tokens = torch.cat([mask.sum(1) for mask in masks])
-        groups = torch.tensor([block.document_index % num_groups for block in blocks], device="cpu")
-        tokens_by_device = {
-            device: TokenBatch.of(token_ids, positions, groups.repeat_interleave(num_tokens), device)
-            for device in {origin.device for origin in self._origins.values()}
-        }
-        rows = next(iter(tokens_by_device.values())).order.argsort()  # of each token, in the order of the model's input
-        states = self.taps.compute_states(inputs, masks, rows)
-        for tap, tap_states in states.items():
-            statistics.layers[tap].update(tap_states, tokens_by_device[tap_states.device])
-            check_finite(statistics.layers[tap].power_sums, f"the hidden states at {tap}, or their fourth powers,")
-        statistics.sample.update(block_keys, num_tokens.tolist(), token_ids, states, rows)
+        documents = torch.tensor([block.document_index for block in blocks], device="cpu").repeat_interleave(num_tokens)
+        groups = documents % max(self.settings.groups, 1)
+        rows = Rows.of(groups, token_ids, positions, documents if self._num_examples else None)
+        states = self.taps.compute_states(inputs, masks, rows.row_of_point)
+        statistics.update(states, rows, block_keys, num_tokens.tolist())
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
         """Compute the origin of each hidden state's sums, `(d,)` by name: its mean over the beginnings of all sources.
@@ -288,7 +284,13 @@ class Stream:
         return {tap: origin.to(devices[tap], accumulation_dtype(devices[tap])) for tap, origin in origins.items()}
 
     def _create_statistics(self) -> SourceSums:
-        return SourceSums(self._config, self.settings, self._origins)
+        return SourceSums(
+            self.settings,
+            self._origins,
+            num_types=self._config.vocab_size if self.settings.intra else 0,
+            sample_size=min(self.settings.sample, self._config.vocab_size),
+            num_examples=self._num_examples,
+        )
 
     def _find_state_path(self, source_index: int, rank: int) -> Path:
         return self._state_path.with_name(f"{self._state_path.name}.{source_index}.{rank}-{self.num_processes}")

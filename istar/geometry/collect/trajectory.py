@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -110,10 +111,12 @@ def _measure_checkpoint(
     """Return a checkpoint's measurements, written to its folder; warn if an earlier one has the same weights."""
     output = _checkpoint_output(plan, checkpoint)
     with _prepare_source(checkpoint, output) as source:
-        measured = measure.measure_model(
-            measure.open_model(source, plan.dtype, plan.device, checkpoint.name), plan.texts, plan.settings,
-            output.folder, make_console(stderr=True), plan.command, earlier.measurements.values(),
-        )  # fmt: skip
+        model = measure.open_model(source, plan.dtype, plan.device, checkpoint.name)
+        text_pass = measure.plan_pass(model, plan.texts, plan.settings)
+        collected = measure.measure_into(
+            text_pass, output.folder, make_console(stderr=True), earlier.measurements.values()
+        )
+    measured = replace(collected.measurements, command=plan.command)
     same_weights = (label for label, other in earlier.measurements.items() if other.weights == measured.weights)
     if label := next(same_weights, ""):
         _print_line(console, f"warning: {checkpoint.label} has the same weights as {label}")

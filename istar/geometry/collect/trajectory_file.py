@@ -13,7 +13,7 @@ from istar.geometry.collect.measures_file import TRAJECTORY_FILE, Measurements
 from istar.models.saved_checkpoints import Checkpoint
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.source_sums import MeasureSettings
+    from istar.geometry.collect.pass_settings import MeasureSettings
     from istar.texts.corpus import Source
 
 KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from istar.geometry.collect import grouped_moments
 from istar.geometry.collect.grouped_moments import GroupedMoments
-from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.rows import Rows
 from istar.measures import FourthMoments
 
 NUM_GROUPS, NUM_POINTS = 3, 50
@@ -23,7 +23,7 @@ def make_points(dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def add_points(moments: GroupedMoments, points: Tensor, groups: Tensor) -> None:
     """Add points in any order about an origin of ones."""
-    batch = TokenBatch.of(torch.zeros_like(groups), groups, groups)
+    batch = Rows.of(groups)
     centered = (points - 1)[batch.order]
     moments.update(centered, centered.square().sum(1), batch)
 

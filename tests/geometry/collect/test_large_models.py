@@ -16,7 +16,7 @@ from istar.finetune.execute import extras
 from istar.geometry.collect import measure, similarity
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.source_sums import MeasureSettings
+from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder
 from istar.texts.corpus import Source
@@ -58,7 +58,8 @@ def measure_folder(
 ) -> Measurements:
     sources = [Source("text", folder / "text.txt")]
     model = measure.open_model(ModelSource(str(folder / "model")), dtype, device)
-    return measure.measure_model(model, sources, SETTINGS, folder / name, console)
+    text_pass = measure.plan_pass(model, sources, SETTINGS)
+    return measure.measure_into(text_pass, folder / name, console).measurements
 
 
 def strip(measurements: Measurements) -> str:

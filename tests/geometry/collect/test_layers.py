@@ -10,7 +10,7 @@ import torch
 
 from istar.geometry.collect import grouped_moments
 from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.rows import Rows
 from istar.measures import isoscore_unbiased
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from tests import oracles
@@ -34,9 +34,10 @@ def make_text(num_documents: int = 20) -> tuple[Any, Any, Any, Any]:
 
 
 def add_tokens(layer: Layer, points: torch.Tensor, *columns: torch.Tensor) -> None:
-    """Add the points of tokens in any order; the columns are the first arguments of `TokenBatch.of`."""
-    batch = TokenBatch.of(*columns)
-    layer.update(points[batch.order], batch)
+    """Add the points of tokens in any order; the columns are their types, positions and groups."""
+    types, positions, *groups = columns
+    rows = Rows.of(groups[0] if groups else torch.zeros_like(types), types, positions)
+    layer.update(points[rows.order], rows)
 
 
 def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:
@@ -240,7 +241,7 @@ def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
     axes, _ = np.linalg.qr(axes - axes.mean(0))
     wide_layer = Layer(0, torch.zeros(40))
     points = torch.from_numpy(axes * np.arange(1, 41) ** -0.7)
-    wide_layer.update(points, TokenBatch.of(torch.zeros(400, dtype=torch.int64), torch.arange(400)))
+    wide_layer.update(points, Rows.of(zeros := torch.zeros(400, dtype=torch.int64), zeros, torch.arange(400)))
     measures = wide_layer.compute_measures()
     assert measures["alpha_req"] == pytest.approx(1.4, rel=1e-6)
     assert measures["alpha_req_r_squared"] == pytest.approx(1, rel=1e-9)

@@ -23,9 +23,12 @@ from rich.console import Console
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file
+from istar.geometry.collect.matrices import summarize_rows
 from istar.geometry.collect.measures_file import Measurements, OtherModelError, interval_half_width, t_quantile
-from istar.geometry.collect.source_sums import MeasureSettings
+from istar.geometry.collect.model_identity import hash_weights
+from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.stream import Stream
+from istar.geometry.collect.summaries import describe_activations
 from istar.measures import Activation, MassiveActivationsSummary
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.measures.matrix_forms import MAX_ROWS
@@ -79,7 +82,8 @@ def open_folder(folder: Path, dtype: str = "float32") -> measure.OpenedModel:
 def measurements(folder: Path) -> Measurements:
     """Return measurements whose TwoNN is not defined, because the sample has two points."""
     sources = [Source(name, folder / "text.txt") for name in ("a", "b")]
-    return measure.measure_model(open_folder(folder / "model"), sources, MeasureSettings(16, sample=2), folder / "out")
+    text_pass = measure.plan_pass(open_folder(folder / "model"), sources, MeasureSettings(16, sample=2))
+    return measure.measure_into(text_pass, folder / "out").measurements
 
 
 def test_undefined_numbers_are_null_in_the_file(measurements: Measurements, tmp_path: Path) -> None:
@@ -128,7 +132,8 @@ def measure_quickly(model: Path, text: Path, out: Path, names: Sequence[str] = (
     """Return measurements, also written to `out`, and whether an earlier call has taken them."""
     console = Console(file=io.StringIO())
     settings, sources = MeasureSettings(16, sample=0, intra=False), [Source(name, text) for name in names]
-    measured = measure.measure_model(open_folder(model), sources, settings, out, console)
+    text_pass = measure.plan_pass(open_folder(model), sources, settings)
+    measured = measure.measure_into(text_pass, out, console).measurements
     write_measures(measured, out)
     return measured, "measured before" in console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -189,11 +194,11 @@ def test_buffers_of_the_checkpoint_are_weights() -> None:
     model = copy.deepcopy(bert())
     model.register_buffer("derived", torch.tensor(1), persistent=False)
     model.register_buffer("scale", torch.tensor(1.0))
-    weights = measure.hash_weights(model, None)
+    weights = hash_weights(model, None)
     model.derived.fill_(2)
-    assert measure.hash_weights(model, None) == weights
+    assert hash_weights(model, None) == weights
     model.scale.fill_(2)
-    assert measure.hash_weights(model, None) != weights
+    assert hash_weights(model, None) != weights
 
 
 def test_measures_of_another_model_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,9 +232,8 @@ def test_settings_are_recorded_and_shown(folder: Path, measurements: Measurement
 @pytest.fixture(scope="module")
 def complete_measurements(folder: Path) -> Measurements:
     settings = MeasureSettings(16, measures="all", groups=3)
-    return measure.measure_model(
-        open_folder(folder / "model"), [Source("a", folder / "text.txt")], settings, folder / "complete"
-    )
+    text_pass = measure.plan_pass(open_folder(folder / "model"), [Source("a", folder / "text.txt")], settings)
+    return measure.measure_texts(text_pass).measurements
 
 
 def test_tables_have_fields_of_their_own(complete_measurements: Measurements, tmp_path: Path) -> None:
@@ -257,10 +261,10 @@ def test_tables_have_fields_of_their_own(complete_measurements: Measurements, tm
 def test_massive_activations_have_the_text_of_their_token() -> None:
     text, token = max(TOKENIZER.get_vocab().items())
     summary = MassiveActivationsSummary(9, 1, 0.5, 500, 2e5, (Activation(-1e5, 3, token, 4),))
-    assert measure.describe_activations(summary, TOKENIZER) == [
+    assert describe_activations(summary, TOKENIZER.convert_ids_to_tokens) == [
         {"value": -1e5, "dimension": 3, "token": token, "position": 4, "ratio": 2e5, "text": text}
     ]
-    assert measure.describe_activations(replace(summary, median=0.0), TOKENIZER)[0]["ratio"] == math.inf
+    assert describe_activations(replace(summary, median=0.0), str)[0]["ratio"] == math.inf
 
 
 @pytest.mark.parametrize(
@@ -281,7 +285,7 @@ def test_refused_options(options: list[str], message: str, capsys: pytest.Captur
 def test_rows_of_a_matrix() -> None:
     torch.manual_seed(0)
     matrix = torch.randn(5_000, 6) * torch.tensor([5.0, 3, 1, 1, 1, 1]) + 4
-    summary = measure.summarize_rows(matrix, decompose_rows(matrix))
+    summary = summarize_rows(matrix, decompose_rows(matrix))
     assert summary["ids"][0] == 0
     assert summary["ids"][-1] == 4_999
     assert len(summary["ids"]) == MAX_ROWS
@@ -308,7 +312,7 @@ def test_norms_that_differ_by_rounding_have_a_histogram(scale: float) -> None:
     numbers = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     matrix = scale * torch.stack([numbers.roll(shift) for shift in range(50)])
     for rows in (matrix, torch.nn.functional.normalize(torch.randn(50, 50)) if scale == 1 else matrix):
-        histogram = measure.summarize_rows(rows, decompose_rows(rows))["norms"]
+        histogram = summarize_rows(rows, decompose_rows(rows))["norms"]
         assert sum(histogram["counts"]) == 50
         assert histogram["edges"][0] <= rows[0].norm().item() <= histogram["edges"][-1]
         assert all(low < high for low, high in itertools.pairwise(histogram["edges"]))
@@ -319,7 +323,7 @@ def test_directions_have_a_fixed_sign(offset: float) -> None:
     """The largest coordinate of each direction is positive, whatever sign the eigensolver returns."""
     torch.manual_seed(0)
     matrix = 0.1 * torch.randn(50, 3) + torch.tensor([0, offset, 0])
-    x, _ = measure.summarize_rows(matrix, decompose_rows(matrix))["raw"]
+    x, _ = summarize_rows(matrix, decompose_rows(matrix))["raw"]
     assert np.mean(x) == pytest.approx(offset, rel=0.05)
 
 

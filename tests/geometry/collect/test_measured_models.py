@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from istar.cli.main import main
-from istar.geometry.collect.measure import measure_model, open_model
+from istar.geometry.collect.measure import measure_texts, open_model, plan_pass
 from istar.geometry.collect.measures_file import Measurements
+from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.similarity import compute_mean_states
-from istar.geometry.collect.source_sums import MeasureSettings
 from istar.models import tiny
 from istar.models.model_source import ModelSource
 from istar.texts.corpus import Source
@@ -50,9 +50,8 @@ def save(folder: Path, name: str, auto_class: Any = AutoModel, **settings: Any) 
 def measure(folder: Path, batch_tokens: int | None = None) -> Measurements:
     """Measure a saved model over `TEXTS` as `istar measure` does, without its page."""
     settings = MeasureSettings(0, batch_tokens=batch_tokens, sample=0, groups=0)
-    return measure_model(
-        open_model(ModelSource(str(folder)), device="cpu"), [Source("text", folder / "text.txt")], settings, folder
-    )
+    model = open_model(ModelSource(str(folder)), device="cpu")
+    return measure_texts(plan_pass(model, [Source("text", folder / "text.txt")], settings)).measurements
 
 
 @torch.no_grad()

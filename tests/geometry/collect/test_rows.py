@@ -2,7 +2,7 @@
 
 import torch
 
-from istar.geometry.collect.rows import TokenBatch
+from istar.geometry.collect.rows import Rows
 
 TOKENS = torch.tensor([5, 6, 7, 8, 8, 9, 5, 5])
 POSITIONS = torch.tensor([1, 2, 1, 1, 2, 1, 2, 3])
@@ -11,12 +11,15 @@ EXPECTED_ORDER = [2, 5, 6, 7, 0, 1, 3, 4]
 
 
 def test_groups_are_slices_of_the_sorted_rows() -> None:
-    batch = TokenBatch.of(TOKENS, POSITIONS, GROUPS)
+    batch = Rows.of(GROUPS, TOKENS, POSITIONS)
     assert batch.group_slices == {0: slice(0, 4), 3: slice(4, 8)}
     assert batch.order.tolist() == EXPECTED_ORDER
-    assert [EXPECTED_ORDER[row] for row in batch.order.argsort().tolist()] == list(range(8))
-    assert batch.token_ids.tolist() == TOKENS[EXPECTED_ORDER].tolist()
+    assert [EXPECTED_ORDER[row] for row in batch.row_of_point.tolist()] == list(range(8))
+    assert batch.type_ids is not None
+    assert batch.type_ids.tolist() == TOKENS[EXPECTED_ORDER].tolist()
     assert batch.positions.tolist() == POSITIONS[EXPECTED_ORDER].tolist()
+    assert batch.positions is not None
+    assert batch.types is not None
     for rows, values in ((batch.types, TOKENS), (batch.groups, GROUPS)):
         sorted_values = values[EXPECTED_ORDER]
         assert rows.groups[rows.indices].tolist() == sorted_values.tolist()
@@ -24,7 +27,7 @@ def test_groups_are_slices_of_the_sorted_rows() -> None:
         assert sorted_values[rows.order].tolist() == sorted(values.tolist())
 
 
-def test_without_groups_the_tokens_stay_in_order() -> None:
-    batch = TokenBatch.of(TOKENS, POSITIONS)
+def test_points_of_one_group_stay_in_order() -> None:
+    batch = Rows.of(torch.zeros_like(TOKENS))
     assert batch.order.tolist() == list(range(8))
     assert batch.group_slices == {0: slice(0, 8)}

@@ -19,9 +19,10 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from istar.errors import NonFiniteError, UserError
-from istar.geometry.collect import source_sums, stream
+from istar.geometry.collect import pass_settings, stream
 from istar.geometry.collect.layer_outputs import BlockReader
-from istar.geometry.collect.source_sums import MeasureSettings, SourceSums
+from istar.geometry.collect.pass_settings import MeasureSettings
+from istar.geometry.collect.source_sums import SourceSums
 from istar.geometry.collect.stream import Stream
 from istar.models import tiny
 from istar.texts import corpus, demo
@@ -206,8 +207,8 @@ def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.M
     monkeypatch.setattr(stream, "UPDATE_TOKENS", 150)
     expected_by_tap = first.compute_measures()
     for other in (large, read(64)):
-        assert torch.equal(first.sample.random_numbers, other.sample.random_numbers)
-        assert torch.equal(first.sample.types, other.sample.types)
+        assert torch.equal(first.samples["embeddings"].random_numbers, other.samples["embeddings"].random_numbers)
+        assert torch.equal(first.samples["embeddings"].types, other.samples["embeddings"].types)
         measures = other.compute_measures()
         for tap, expected_measures in expected_by_tap.items():
             for key, value in expected_measures.items():
@@ -236,8 +237,8 @@ def test_states_are_limited(max_tokens: int, max_bytes: int, source: Source, mon
 def test_the_sample_is_of_the_points(source: Source) -> None:
     model = bert()
     states, tokens = compute_states(model, source, 16)
-    sample = read_statistics(model, MeasureSettings(16, sample=12), source).sample
-    sample_of_other_seed = read_statistics(model, MeasureSettings(16, sample=12, seed=1), source).sample
+    sample = read_statistics(model, MeasureSettings(16, sample=12), source).samples["embeddings"]
+    sample_of_other_seed = read_statistics(model, MeasureSettings(16, sample=12, seed=1), source).samples["embeddings"]
     assert len(sample.types.unique()) == len(sample.types) == 12 < len(np.unique(tokens))
     for tap, points in states.items():
         for token, sampled_state in zip(sample.types.tolist(), sample.get_points(tap).numpy(), strict=True):
@@ -245,7 +246,7 @@ def test_the_sample_is_of_the_points(source: Source) -> None:
         expected = oracles.two_nn(sample.get_points(tap).numpy())
         assert sample.estimate_two_nn(tap).value == pytest.approx(expected, rel=1e-9)
     assert not torch.equal(sample.random_numbers, sample_of_other_seed.random_numbers)
-    unlimited_sample = read_statistics(model, MeasureSettings(16), source).sample
+    unlimited_sample = read_statistics(model, MeasureSettings(16), source).samples["embeddings"]
     assert sorted(unlimited_sample.types.tolist()) == np.unique(tokens).tolist()
 
 
@@ -456,9 +457,9 @@ def test_one_source_is_in_memory_at_a_time(source: Source, tmp_path: Path, monke
     max_alive = 0
 
     class TrackedStatistics(SourceSums):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
             nonlocal max_alive
-            super().__init__(*arguments)
+            super().__init__(*arguments, **options)
             alive.add(self)
             max_alive = max(max_alive, len(alive))
 
@@ -496,7 +497,7 @@ def test_errors_are_from_groups_of_documents(source: Source) -> None:
 def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     required_bytes = 10 * 3 * 24**2 * 12
     for limit, is_warned in ((required_bytes, False), (required_bytes - 1, True)):
-        monkeypatch.setattr(source_sums, "MAX_GROUP_BYTES", limit)
+        monkeypatch.setattr(pass_settings, "MAX_GROUP_BYTES", limit)
         console = Console(file=io.StringIO(), width=80)
         measures_by_tap = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0))(
             [source], SourceSums.compute_measures, console
@@ -524,7 +525,7 @@ def test_positions_are_those_in_the_input(source: Source) -> None:
 def test_measures_of_the_sample(source: Source) -> None:
     statistics = read_statistics(bert(), MeasureSettings(16, sample=20, measures="all", groups=0), source)
     for tap, measures in statistics.compute_measures().items():
-        points = statistics.sample.get_points(tap).numpy()
+        points = statistics.samples["embeddings"].get_points(tap).numpy()
         unit = points / np.linalg.norm(points, axis=1, keepdims=True)
         assert measures["sample_inter_sim"] == pytest.approx(oracles.mean_pair_cosine(points), rel=1e-9)
         order = np.argsort(unit.sum(0) ** 2 - (unit**2).sum(0))[::-1]

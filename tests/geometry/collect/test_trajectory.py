@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.collect import measure, measures_file, trajectory, trajectory_file
-from istar.geometry.collect.source_sums import MeasureSettings
+from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
 from istar.models import saved_checkpoints, tiny

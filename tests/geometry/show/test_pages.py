@@ -23,8 +23,8 @@ from istar.errors import UserError
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file
 from istar.geometry.collect.measures_file import layer_frame
+from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.similarity import Similarity
-from istar.geometry.collect.source_sums import MeasureSettings
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show import axis_figures, compare_page, model_tables
 from istar.geometry.show.compare import MeasuredModel

@@ -1,0 +1,108 @@
+"""Summaries of the sums over a source, as `measures.json` has them."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from istar.geometry.collect.layers import Layer
+from istar.geometry.collect.source_sums import SourceSums
+from istar.measures import MassiveActivationsSummary
+from istar.measures.matrix_forms import round_digits
+
+NameToken = Callable[[int], str]
+"""Returns the text of a token by its id."""
+_INTEGER_COLUMNS = ("first", "last", "points")
+"""Columns of `Layer.summarize_by_position` and `Layer.summarize_by_frequency` with whole numbers."""
+
+
+def summarize_source(statistics: SourceSums, name_token: NameToken = str) -> dict[str, Any]:
+    """Return a source's `SOURCE_FIELDS` by the name of the hidden state, its `token_counts`, and its `examples`.
+
+    The counts, `(vocabulary,)`, are None without IntraSim, which counts the tokens. The examples are the result of
+    `SourceSums.compute_examples`. The result shares no memory with the statistics.
+    """
+    layers = statistics.layers
+    types = next(iter(layers.values())).types
+    spectra = {tap: layer.compute_spectra() for tap, layer in layers.items()}
+    replicates = {tap: layer.compute_replicates() for tap, layer in layers.items()}
+    massive = {tap: layer.find_massive_activations() for tap, layer in layers.items()}
+    by_frequency = {} if types is None else {tap: layer.summarize_by_frequency() for tap, layer in layers.items()}
+    gride = statistics.estimate_gride()
+    return {
+        "sources": statistics.compute_measures(spectra, replicates),
+        "spectra": {
+            tap: {form: round_digits(values.tolist()) for form, values in forms.items()}
+            for tap, forms in spectra.items()
+        },
+        "norms": {tap: trim_norm_histogram(layer) for tap, layer in layers.items()},
+        "extremes": {tap: find_extreme_dimensions(layer) for tap, layer in layers.items()},
+        "by_position": {tap: _round_columns(layer.summarize_by_position()) for tap, layer in layers.items()},
+        "by_frequency": {tap: _round_columns(columns) for tap, columns in by_frequency.items()},
+        "massive": {
+            tap: describe_activations(summary, name_token) for tap, summary in massive.items() if summary is not None
+        },
+        "gride": {tap: [scale._asdict() for scale in scales] for tap, scales in gride.items()},
+        "replicates": {
+            tap: {name: round_digits(values, 12) for name, values in columns.items()}
+            for tap, columns in replicates.items()
+        },
+        "token_counts": None if types is None else types.count.clone(),
+        "examples": statistics.compute_examples(),
+    }
+
+
+def _round_columns(columns: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    return {name: values if name in _INTEGER_COLUMNS else round_digits(values) for name, values in columns.items()}
+
+
+def describe_activations(summary: MassiveActivationsSummary, name_token: NameToken) -> list[dict[str, Any]]:
+    """Return the largest massive activations, each with its ratio to the median and the text of its token."""
+    return [
+        {
+            **activation._asdict(),
+            "ratio": abs(activation.value) / summary.median if summary.median else math.inf,
+            "text": name_token(activation.token),
+        }
+        for activation in summary.top
+    ]
+
+
+def trim_norm_histogram(layer: Layer) -> dict[str, list[float]]:
+    """Return the `edges` and `counts` of the histogram of a layer's norms, without the empty bins at either end.
+
+    `outside` has the numbers of norms below and above the layer's histogram.
+    """
+    norms = layer.norms.compute()
+    nonempty = np.flatnonzero(norms.histogram)
+    first_bin, end_bin = (int(nonempty[0]), int(nonempty[-1]) + 1) if len(nonempty) else (0, 0)
+    return {
+        "edges": round_digits(norms.edges[first_bin : end_bin + 1]),
+        "counts": list(norms.histogram[first_bin:end_bin]),
+        "outside": [norms.below, norms.above],
+    }
+
+
+def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
+    """Return the three dimensions of a layer with means farthest from zero, the farthest first.
+
+    Each has its index `dimension`, its `mean`, its standard `deviation`, `mean_by_typical_deviation` (the mean divided
+    by the median deviation of all dimensions) and `variance_share` (its share of the summed variance).
+    """
+    dimensions = layer.dimensions
+    mean, deviation = dimensions.mean, dimensions.deviation()
+    typical_deviation = deviation.quantile(0.5)
+    mean_by_typical_deviation = mean / torch.where(typical_deviation > 0, typical_deviation, math.nan)
+    variance_share = deviation.square() / deviation.square().sum()
+    return [
+        {
+            "dimension": dimension,
+            "mean": mean[dimension].item(),
+            "deviation": deviation[dimension].item(),
+            "mean_by_typical_deviation": mean_by_typical_deviation[dimension].item(),
+            "variance_share": variance_share[dimension].item(),
+        }
+        for dimension in mean.abs().argsort(descending=True, stable=True)[:3].tolist()
+    ]
