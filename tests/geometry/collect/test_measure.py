@@ -179,7 +179,7 @@ def test_another_device_does_not_resume(folder: Path, tmp_path: Path, monkeypatc
 
     class InterruptedStream(Stream):
         def __init__(self, *arguments: Any) -> None:
-            identities.append(arguments[-1])
+            identities.append(arguments[4])
             raise KeyboardInterrupt
 
     monkeypatch.setattr(measure, "Stream", InterruptedStream)
