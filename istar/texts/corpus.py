@@ -1,10 +1,11 @@
 """Texts to measure a model on, and their division into blocks of tokens."""
 
+import hashlib
 import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path, PurePath
@@ -53,16 +54,20 @@ Documents = Literal["separate", "packed"]
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus: a file or folder, or a data set of the hub."""
+    """A corpus: a file or folder, a data set of the hub, or documents in memory."""
 
     name: str  # name of the source in the results
-    path: Path  # file or folder; for a data set of the hub, its name as given
+    path: Path  # file or folder; for a data set of the hub, its name as given; in memory, the name of the source
     dataset: Dataset | IterableDataset | None = None  # data set of the hub; its column `text` has the documents
     commit: str = ""  # commit of this data set
+    documents: tuple[str, ...] | None = None  # documents in memory
 
     def read_documents(self, shuffle_buffer: int = 0, seed: int = 0) -> Iterator[str]:
         """Read the documents as `istar.texts.documents.read_documents`, and shuffle them: see `shuffle_documents`."""
-        if self.dataset is None:
+        documents: Iterable[str]
+        if self.documents is not None:
+            documents = self.documents
+        elif self.dataset is None:
             documents = read_documents(self.path)
         else:
             documents = read_dataset_documents(self.dataset, str(self.path))
@@ -74,13 +79,32 @@ class Source:
         return isinstance(self.dataset, IterableDataset)
 
     def identify(self, limit: int | None = None) -> tuple[str, ...]:
-        """Return what identifies the documents: a digest of the files, or the data set with its commit.
+        """Return what identifies the documents: a digest of them or of the files, or the data set with its commit.
 
         With a limit of tokens, only the first `BEGINNING_BYTES` are read, and the rest counts by the files' sizes.
         """
         if self.dataset is not None:
             return str(self.path), self.commit
+        if self.documents is not None:
+            return (hashlib.blake2b("\0".join(self.documents).encode()).hexdigest(),)
         return (compute_content_digest(self.path, sys.maxsize if limit is None else BEGINNING_BYTES),)
+
+
+def open_texts(texts: str | Path | Iterable[str] | Mapping[str, str | Path | Iterable[str]]) -> list[Source]:
+    """Return the sources of a text, or of several by name: a value of `parse_sources`, or documents in memory.
+
+    Raises a `UserError` as `parse_sources`, or for documents that are not strings.
+    """
+    sources = []
+    for name, text in texts.items() if isinstance(texts, Mapping) else [("", texts)]:
+        if isinstance(text, str | Path):
+            sources += parse_sources([f"{name}={text}" if name else str(text)])
+            continue
+        documents = tuple(text)
+        if wrong := next((document for document in documents if not isinstance(document, str)), None):
+            raise UserError(f"{name or 'texts'}: a text is a {type(wrong).__name__}; expected an iterable of strings")
+        sources.append(Source(name or "texts", Path(name or "texts"), documents=documents))
+    return sources
 
 
 def shuffle_documents(documents: Iterable[str], buffer_size: int, seed: int) -> Iterator[str]:

@@ -2,18 +2,31 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from istar.errors import NonFiniteError
 from istar.files.writing import replace_nested
+from istar.hidden_states.offloading import hold_weights
+from istar.measures import layer_norm_summary
 from istar.measures.matrix_forms import measure_forms, project_rows, round_digits
+from istar.measures.norms import norm_parameters
 from istar.measures.numerics import row_norms, upcast_blocks
 from istar.measures.spectrum import RowSpectrum, decompose_rows
+
+
+def measure_final_norm(norm: nn.Module | None, dim: int) -> dict[str, Any] | None:
+    """Return the summary of the gain and bias of a norm with `dim` coordinates, or None without a norm or a gain."""
+    if norm is None:
+        return None
+    with hold_weights(norm):
+        gain_and_bias = norm_parameters(norm, dim)
+    return None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias))
 
 
 def measure_rows(matrix: Tensor, side: str, console: Console | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError, shorten
 from istar.files.outputs import Output
 from istar.geometry.collect.examples import Collected, join_examples
-from istar.geometry.collect.matrices import measure_rows
+from istar.geometry.collect.labels import Labels
+from istar.geometry.collect.matrices import measure_final_norm, measure_rows
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName, read_earlier
 from istar.geometry.collect.model_identity import compute_identity, hash_model, hash_weights
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.stream import Stream
 from istar.geometry.collect.summaries import summarize_source
-from istar.hidden_states.offloading import find_input_device, hold_weights, read_parameter
-from istar.measures import layer_norm_summary
-from istar.measures.norms import norm_parameters
+from istar.hidden_states.model_layers import find_base_model, find_head_model
+from istar.hidden_states.offloading import find_input_device, read_parameter
 from istar.measures.numerics import keep_freed_memory
 from istar.models.architectures import find_max_input_length
 from istar.models.embedding_matrix import Matrix, read_untied_output
@@ -110,6 +109,20 @@ def plan_pass(model: OpenedModel, texts: Sequence[Source], settings: MeasureSett
     return TextPass(model, texts, settings, text_hashes)
 
 
+def hold_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> OpenedModel:
+    """Return a transformers model in memory, bare or with a head, as a model to measure.
+
+    Raises a `UserError` if there is no such model in the module, or it is an encoder-decoder.
+    """
+    encoder: Any = find_base_model(model)
+    head_model: Any = find_head_model(model)
+    output = head_model.get_output_embeddings()
+    is_untied = output is not None and output.weight is not encoder.get_input_embeddings().weight
+    matrix = Matrix(output.weight.detach(), "output", "", None, tied=False) if is_untied else None
+    dtype = str(next(encoder.parameters()).dtype).removeprefix("torch.")
+    return OpenedModel(type(head_model).__name__, None, encoder, tokenizer, matrix, dtype, weights="", identity="")
+
+
 def measure_into(
     plan: TextPass,
     out: Path,
@@ -136,7 +149,11 @@ def measure_into(
 
 
 def measure_texts(
-    plan: TextPass, out: Path | None = None, console: Console | None = None, num_examples: int = 0
+    plan: TextPass,
+    out: Path | None = None,
+    console: Console | None = None,
+    num_examples: int = 0,
+    labels: Labels | None = None,
 ) -> Collected:
     """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
@@ -144,15 +161,15 @@ def measure_texts(
     `measures_file.discard_state` deletes the state once the result is on disk. With several processes, only rank 0
     returns measures of the hidden states. Statistics are at least float32. A console shows a progress bar, and warns of
     embeddings that are not finite, which get NaN for all measures. The mean states of the first `num_examples`
-    documents of all texts together are kept.
+    documents of all texts together are kept. `labels` has the groups of the documents of each text, see `Stream`.
 
     Raises a `UserError` if a text cannot be read, memory runs out, or hidden states are not finite.
     """
     start, model = time.monotonic(), plan.model
     examples_by_text = num_examples // len(plan.texts) if plan.settings.documents == "separate" else 0
-    stream = _open_stream(plan, out, examples_by_text)
+    stream = _open_stream(plan, out, examples_by_text, labels)
     # The pass may take hours. Whatever does not need it is measured before, so that a failure shows early.
-    final_norm = _measure_final_norm(stream.taps.norm, model.encoder.config.get_text_config().hidden_size)
+    final_norm = measure_final_norm(stream.taps.norm, model.encoder.config.get_text_config().hidden_size)
     embeddings = _measure_embeddings(model, console)
     summaries = _run_pass(stream, plan, console)
     by_source: dict[str, Any] = {
@@ -178,15 +195,17 @@ def measure_texts(
         **by_source,
     )
     sums = {plan.text_hashes[name]: summaries[name]["examples"] for name in plan.text_hashes if name in summaries}
-    return Collected(measurements, join_examples(sums, max(plan.settings.groups, 1)) if examples_by_text else None)
+    return Collected(
+        measurements, join_examples(sums, labels or Labels(plan.settings.groups)) if examples_by_text else None
+    )
 
 
-def _open_stream(plan: TextPass, out: Path | None, num_examples: int) -> Stream:
+def _open_stream(plan: TextPass, out: Path | None, num_examples: int, labels: Labels | None) -> Stream:
     model = plan.model
     if model.device.type == "cpu":
         keep_freed_memory()
     if out is None:
-        return Stream(model.encoder, model.tokenizer, plan.settings, num_examples=num_examples)
+        return Stream(model.encoder, model.tokenizer, plan.settings, num_examples=num_examples, labels=labels)
     # The state also depends on the device, where sums have other rounding errors.
     identity = compute_identity(
         model.identity,
@@ -199,14 +218,6 @@ def _open_stream(plan: TextPass, out: Path | None, num_examples: int) -> Stream:
     return Stream(
         model.encoder, model.tokenizer, plan.settings, Output(out, "state").open_state("pass"), identity, num_examples
     )
-
-
-def _measure_final_norm(norm: nn.Module | None, dim: int) -> dict[str, Any] | None:
-    if norm is None:
-        return None
-    with hold_weights(norm):
-        gain_and_bias = norm_parameters(norm, dim)
-    return None if gain_and_bias is None else asdict(layer_norm_summary(*gain_and_bias))
 
 
 def _measure_embeddings(

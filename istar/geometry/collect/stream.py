@@ -18,6 +18,7 @@ from torch import Tensor
 from istar.drawing.terminal import make_console, make_progress
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
+from istar.geometry.collect.labels import Labels
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.rows import Rows
@@ -58,7 +59,8 @@ class Stream:
     The model must be without a head, in eval mode, and on its devices. Statistics are where the hidden states are. The
     names of the state files start with the name of `state_path`; None saves no state. `identity` is a hash of
     everything that the result depends on; a file with another identity is not used. The caller deletes the files. The
-    mean states of the first `num_examples` documents of each source are kept.
+    mean states of the first `num_examples` documents of each source are kept. `labels` has the groups of the documents;
+    by default, document i is in group i mod `settings.groups`.
 
     Attributes:
         taps: the `BlockReader` of the model, which returns hidden states by name.
@@ -78,8 +80,10 @@ class Stream:
         state_path: Path | None = None,
         identity: str = "",
         num_examples: int = 0,
+        labels: Labels | None = None,
     ) -> None:
         self.settings, self._identity, self._num_examples = settings, identity, num_examples
+        self._labels = labels or Labels(settings.groups)
         self._saves_state, self._state_path = state_path is not None, state_path or Path("state")
         is_distributed = dist.is_available() and dist.is_initialized()
         self._rank, self.num_processes = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
@@ -255,8 +259,9 @@ class Stream:
         positions = torch.cat([mask.nonzero()[:, 1] for mask in masks])
         num_tokens = torch.cat([mask.sum(1) for mask in masks])
         documents = torch.tensor([block.document_index for block in blocks], device="cpu").repeat_interleave(num_tokens)
-        groups = documents % max(self.settings.groups, 1)
-        rows = Rows.of(groups, token_ids, positions, documents if self._num_examples else None)
+        rows = Rows.of(
+            self._labels.find_groups(documents), token_ids, positions, documents if self._num_examples else None
+        )
         states = self.taps.compute_states(inputs, masks, rows.row_of_point)
         statistics.update(states, rows, block_keys, num_tokens.tolist())
 

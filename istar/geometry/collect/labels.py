@@ -1,0 +1,67 @@
+"""What the user says about the rows or examples of a source: their groups and their ids."""
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from istar.errors import UserError
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Groups and ids of the rows of clouds, or of the examples of a model's inputs, in their order.
+
+    Attributes:
+        num_groups: number of groups for standard errors; 0 computes none.
+        groups: group of each item, from 0 to `num_groups` - 1, `(n,)`; None if the items are independent of each other.
+        ids: name of each item, by which two sources are compared; empty for none.
+    """
+
+    num_groups: int
+    groups: Tensor | None = None
+    ids: tuple[str, ...] = ()
+
+    def find_groups(self, items: Tensor) -> Tensor:
+        """Return the groups of items by their indices, `(n,)` each; by default, item i is in group i mod `num_groups`."""
+        if self.groups is None:
+            return items % max(self.num_groups, 1)
+        if len(items) and int(items.max()) >= len(self.groups):
+            raise UserError(f"there are only {len(self.groups)} groups; expected one for each row or example")
+        return self.groups[items]
+
+    @property
+    def digest(self) -> str:
+        """Hash of the ids; empty without ids."""
+        return hashlib.blake2b("\0".join(self.ids).encode()).hexdigest()[:16] if self.ids else ""
+
+    def check_length(self, noun: str, num_items: int, is_limited: bool = False) -> None:
+        """Raise a `UserError` unless there are a group and an id for each of the items that a source has."""
+        lengths = {"groups": None if self.groups is None else len(self.groups), "ids": len(self.ids) or None}
+        for name, length in lengths.items():
+            if length is not None and (length < num_items or (length > num_items and not is_limited)):
+                raise UserError(f"there are {length} {name} for {num_items} {noun}; expected one for each")
+
+
+def make_labels(
+    num_groups: int, groups: Sequence[Hashable] | Tensor | None = None, ids: Sequence[Hashable] | None = None
+) -> Labels:
+    """Return labels of items. If there are more groups than `num_groups`, several are joined to one.
+
+    Raises a `UserError` for a single group, or for ids that repeat.
+    """
+    id_texts = tuple(map(str, ids.tolist() if hasattr(ids, "tolist") else ids)) if ids is not None else ()
+    if len(set(id_texts)) < len(id_texts):
+        repeated = next(text for index, text in enumerate(id_texts) if text in id_texts[:index])
+        raise UserError(f"ids has {repeated!r} twice; expected a different id for each")
+    if groups is None:
+        return Labels(num_groups, None, id_texts)
+    values = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+    index_by_group = {group: index for index, group in enumerate(dict.fromkeys(values))}
+    if num_groups and len(index_by_group) < 2:
+        raise UserError("groups are all the same; standard errors need at least 2 groups")
+    num_groups = min(num_groups, len(index_by_group))
+    numbers = torch.tensor([index_by_group[group] % max(num_groups, 1) for group in values])
+    return Labels(num_groups, numbers, id_texts)

@@ -1,0 +1,216 @@
+"""Measures clouds of points that exist: arrays, tensors and files of vectors."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+
+from istar.drawing.terminal import make_progress
+from istar.errors import NonFiniteError, UserError
+from istar.geometry.collect.examples import Collected, join_examples
+from istar.geometry.collect.labels import Labels
+from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
+from istar.geometry.collect.pass_settings import SumSettings
+from istar.geometry.collect.rows import Rows
+from istar.geometry.collect.source_sums import SourceSums
+from istar.geometry.collect.summaries import summarize_source
+from istar.measures import alignment
+from istar.measures.numerics import accumulation_dtype
+from istar.vectors.clouds import Cloud, check_finite_rows
+
+POINTS = "points"
+"""Name of the source of all clouds."""
+BLOCK_ROWS = 8_192
+"""Number of rows that are added to the sums at once. The sample depends on it."""
+ORIGIN_ROWS = 1_024
+"""Maximum number of rows, spread over a cloud, whose mean is the origin of its sums."""
+MAX_WHOLE_ROWS = 20_000
+"""Largest number of rows among which all neighbours are found. Of a larger cloud, only those within the sample are."""
+
+
+class CloudPass:
+    """A pass over clouds, one after the other.
+
+    Args:
+        settings: which measures, groups and sample.
+        labels: groups and ids of the rows, of each cloud alike.
+        limit: most rows of each cloud; None reads all.
+        device: device of the sums; None for the one where the points are.
+        num_examples: number of rows, from the first one on, that are kept for comparisons if they have ids.
+
+    Attributes:
+        devices: devices of the points.
+        dtypes: dtypes of the points.
+    """
+
+    def __init__(
+        self,
+        settings: SumSettings,
+        labels: Labels,
+        limit: int | None = None,
+        device: str | None = None,
+        num_examples: int = 0,
+    ) -> None:
+        self._settings, self._labels, self._limit, self._device = settings, labels, limit, device
+        self._num_examples = num_examples if labels.ids else 0
+        self.devices: set[torch.device] = set()
+        self.dtypes: set[torch.dtype] = set()
+
+    def sum_cloud(self, cloud: Cloud, index: int, console: Console | None = None) -> SourceSums:
+        """Return the sums over the rows of a cloud; its index makes its sample independent of those of other clouds.
+
+        Raises a `UserError` if the rows are too few, or not as many as the labels, and a `NonFiniteError`.
+        """
+        sums, num_rows = None, 0
+        with make_progress(console) as progress:
+            task = progress.add_task(escape(cloud.name), total=self._limit or cloud.num_points)
+            for points in self._read_blocks(cloud):
+                sums = sums or self._create_sums(cloud, points.device)
+                try:
+                    self._add(sums, cloud.name, points, num_rows, index)
+                except NonFiniteError:
+                    check_finite_rows(cloud)
+                    raise
+                num_rows += len(points)
+                progress.update(task, advance=len(points))
+        if sums is None or num_rows < 4:
+            raise UserError(f"{cloud.name} has {num_rows} rows; expected at least 4")
+        self._labels.check_length(f"rows of {cloud.name}", num_rows, self._limit is not None)
+        return sums
+
+    def _read_blocks(self, cloud: Cloud) -> Iterator[Tensor]:
+        num_rows = 0
+        for block in cloud.read_blocks(BLOCK_ROWS):
+            block = block if self._limit is None else block[: self._limit - num_rows]
+            self.dtypes.add(block.dtype)
+            self.devices.add(block.device if self._device is None else torch.device(self._device))
+            yield block if self._device is None else block.to(self._device)
+            num_rows += len(block)
+            if num_rows == self._limit:
+                return
+
+    def _create_sums(self, cloud: Cloud, device: torch.device) -> SourceSums:
+        origin = cloud.read_spread_rows(ORIGIN_ROWS).to(device, accumulation_dtype(device)).mean(0)
+        if not origin.isfinite().all():
+            check_finite_rows(cloud)
+        is_whole = cloud.num_points is not None and cloud.num_points <= MAX_WHOLE_ROWS
+        size = self._settings.sample
+        return SourceSums(
+            replace(self._settings, groups=self._labels.num_groups),
+            {cloud.name: origin},
+            has_positions=False,
+            sample_size=MAX_WHOLE_ROWS if is_whole and size and self._settings.measures == "all" else size,
+            num_examples=self._num_examples,
+        )
+
+    def _add(self, sums: SourceSums, name: str, points: Tensor, first_row: int, cloud_index: int) -> None:
+        numbers = torch.arange(first_row, first_row + len(points))
+        groups = self._labels.find_groups(numbers) if self._labels.groups is not None else self._spread(numbers)
+        rows = Rows.of(groups, positions=numbers, examples=numbers if self._num_examples else None)
+        key = (cloud_index << 32) + first_row // BLOCK_ROWS
+        sums.update({name: points[rows.order.to(points.device)]}, rows, [key], [len(points)])
+
+    def _spread(self, numbers: Tensor) -> Tensor:
+        """Return groups of independent rows: consecutive rows are in all groups, in an order that changes.
+
+        A fixed order would make the groups differ in a file that is sorted in a period.
+        """
+        num_groups = max(self._labels.num_groups, 1)
+        shifts = numbers // num_groups * 2_654_435_761 // 2**16  # a multiplicative hash
+        return (numbers + shifts) % num_groups
+
+
+def measure_clouds(
+    clouds: Sequence[Cloud],
+    settings: SumSettings,
+    labels: Labels,
+    source: str,
+    *,
+    pairs: bool = False,
+    limit: int | None = None,
+    device: str | None = None,
+    num_examples: int = 0,
+    console: Console | None = None,
+) -> Collected:
+    """Measure each cloud in one pass over its rows; see `CloudPass` for the arguments.
+
+    `source` says where the clouds are from. With `pairs`, row i of all clouds belongs together, and their alignment is
+    measured, too.
+
+    Raises a `UserError` if rows and labels do not fit together, or a `NonFiniteError` for rows that are not finite.
+    """
+    start = time.monotonic()
+    cloud_pass = CloudPass(settings, labels, limit, device, num_examples)
+    summaries: dict[str, dict[str, Any]] = {}
+    means: dict[str, Tensor] = {}
+    for index, cloud in enumerate(clouds):
+        sums = cloud_pass.sum_cloud(cloud, index, console)
+        summaries[cloud.name] = summarize_source(sums)
+        means[cloud.name] = sums.layers[cloud.name].moments.mean.cpu()
+        del sums  # free them before those of the next cloud are allocated
+    by_source: dict[str, Any] = {
+        field: {POINTS: {name: summary[field][name] for name, summary in summaries.items() if name in summary[field]}}
+        for field in SOURCE_FIELDS
+    }
+    measurements = Measurements(
+        model={
+            "name": source,
+            "revision": None,
+            "dtype": ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in cloud_pass.dtypes)),
+            "type": None,
+            "device": ", ".join(sorted(map(str, cloud_pass.devices))),
+        },
+        weights="",
+        identity="",
+        settings={**asdict(settings), "groups": labels.num_groups, "limit": limit, "source": source, "texts": {}},
+        matrices={},
+        final_norm=None,
+        text_hashes={POINTS: labels.digest} if labels.ids else {},
+        gaps=measure_gaps(clouds, means, pairs),
+        seconds=time.monotonic() - start,
+        kind="points",
+        **by_source,
+    )
+    if not labels.ids or not num_examples:
+        return Collected(measurements)
+    examples = {name: summary["examples"][name] for name, summary in summaries.items()}
+    return Collected(measurements, join_examples({POINTS: examples}, labels))
+
+
+def measure_gaps(clouds: Sequence[Cloud], means: Mapping[str, Tensor], pairs: bool) -> list[dict[str, Any]]:
+    """Return the distance and the cosine of the means of each two clouds of the same width, and with `pairs` alignment.
+
+    Raises a `UserError` for pairs in clouds of different shapes.
+    """
+    gaps = []
+    for first, second in combinations(clouds, 2):
+        if pairs and (first.num_points, first.dim) != (second.num_points, second.dim):
+            raise UserError(
+                f"{first.name} and {second.name} have different shapes; pairs need as many rows of one width"
+            )
+        if first.dim == second.dim:
+            mean, other_mean = means[first.name], means[second.name]
+            gap: dict[str, Any] = {
+                "first": first.name,
+                "second": second.name,
+                "distance": float((mean - other_mean).norm()),
+                "cosine": float(torch.nn.functional.cosine_similarity(mean, other_mean, dim=0, eps=0)),
+            }
+            if pairs:
+                gap["alignment"] = _measure_alignment(first, second)
+            gaps.append(gap)
+    return gaps
+
+
+def _measure_alignment(first: Cloud, second: Cloud) -> float:
+    total, count = 0.0, 0
+    for block, other_block in zip(first.read_blocks(BLOCK_ROWS), second.read_blocks(BLOCK_ROWS), strict=True):
+        total += float(alignment(block, other_block.to(block.device))) * len(block)
+        count += len(block)
+    return total / count
