@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
+    from istar.geometry.collect.labels import ItemLabels
     from istar.texts.corpus import Documents
 
     Points = Tensor | np.ndarray | pd.DataFrame | Sequence[Sequence[float]]
     Batch = Tensor | Sequence[Any] | Mapping[str, Any]
-    Labels = Sequence[Hashable] | Tensor | np.ndarray
 
 NUM_EXAMPLES = 1_000
 """Number of examples, from the first one on, whose mean states are kept for the similarity of layers."""
@@ -42,8 +42,8 @@ def measure(
     /,
     *,
     key: str | Sequence[str] | None = None,
-    groups: Labels | None = None,
-    ids: Labels | None = None,
+    groups: ItemLabels | None = None,
+    ids: ItemLabels | None = None,
     pairs: bool = False,
     measures: MeasureSet = "basic",
     sample: int = 5_000,
@@ -62,8 +62,8 @@ def measure(
     mask: str | Callable[[Batch], Tensor] | None = None,
     channels: Literal["first", "last"] | None = None,
     special_tokens: SpecialTokens = "include",
-    groups: Labels | None = None,
-    ids: Labels | None = None,
+    groups: ItemLabels | None = None,
+    ids: ItemLabels | None = None,
     measures: MeasureSet = "basic",
     sample: int = 5_000,
     seed: int = 0,
@@ -78,7 +78,7 @@ def measure(
     *,
     tokenizer: Any = None,
     special_tokens: SpecialTokens = "exclude",
-    groups: Labels | None = None,
+    groups: ItemLabels | None = None,
     measures: MeasureSet = "basic",
     sample: int = 5_000,
     seed: int = 0,
@@ -98,16 +98,16 @@ def measure(source: Any, inputs: Any = None, /, **options: Any) -> Geometry:
     - **points**: a tensor, an array (in memory or memory-mapped), a data frame of floating columns or a list of rows,
       `(n, d)`; a dictionary of several clouds, which may differ in n and d; or a file of vectors: .npy, .npz,
       .safetensors, .pt (weights only), .parquet, .jsonl. A cloud is one row of the table.
-    - **a model with texts**: a transformers model in memory with its tokenizer, or the name of a model (hub id, folder or
-      run), and any iterable of str, which is read once; a dictionary of several; or a file, folder or data set of the
-      hub, as for `istar measure --text`.
+    - **a model with texts**: a transformers model in memory with its tokenizer, or the name of a model (hub id, folder
+      or run), and any iterable of str, which is read once; a dictionary of several; or a file, folder or data set of
+      the hub, as for `istar measure --text`.
     - **a model with batches**: any iterable of inputs: a dictionary is passed as keywords, a tuple as arguments, and
       everything else as the only argument. A transformers model of any modality says where its states are; any other
       module needs `modules`.
     - **a SentenceTransformer with sentences**: the states of its encoder, and what `encode` returns, as `pooled`.
 
-    A model is called in eval mode, without gradients and uncompiled, on its own device and in its own dtype. Afterwards,
-    each module has its mode back, and no hook is left, whatever happens. States are named `embeddings`, `layer_1` to
+    A model is called in eval mode, without gradients and uncompiled, on its own device and in its own dtype. Whatever
+    happens, each module has its mode back afterwards, and no hook is left. States are named `embeddings`, `layer_1` to
     `layer_L` (before a final normalization) and `final_norm`, or by the names of the given modules.
 
     Args:
@@ -183,7 +183,8 @@ def _choose_road(
         )
     if not is_name and not isinstance(source, nn.Module):
         raise UserError(
-            f"a {type(source).__name__} with inputs is neither a model nor the name of one; expected istar.measure(points)"
+            f"a {type(source).__name__} is neither a model nor the name of one; expected istar.measure(points), or a "
+            "model and its inputs"
         )
     if isinstance(inputs, str | Path | Mapping) or is_name or options.get("tokenizer") is not None:
         return _measure_texts, "texts", [source, inputs]
@@ -208,8 +209,8 @@ def _measure_points(
     points: Any,
     *,
     key: str | Sequence[str] | None = None,
-    groups: Labels | None = None,
-    ids: Labels | None = None,
+    groups: ItemLabels | None = None,
+    ids: ItemLabels | None = None,
     pairs: bool = False,
     measures: MeasureSet = "basic",
     sample: int = 5_000,
@@ -243,8 +244,8 @@ def _measure_batches(
     mask: str | Callable[[Any], Tensor] | None = None,
     channels: Literal["first", "last"] | None = None,
     special_tokens: SpecialTokens = "include",
-    groups: Labels | None = None,
-    ids: Labels | None = None,
+    groups: ItemLabels | None = None,
+    ids: ItemLabels | None = None,
     measures: MeasureSet = "basic",
     sample: int = 5_000,
     seed: int = 0,
@@ -278,8 +279,8 @@ def _measure_sentences(
     sentences: Iterator[str],
     *,
     special_tokens: SpecialTokens = "exclude",
-    groups: Labels | None = None,
-    ids: Labels | None = None,
+    groups: ItemLabels | None = None,
+    ids: ItemLabels | None = None,
     measures: MeasureSet = "basic",
     sample: int = 5_000,
     seed: int = 0,
@@ -311,7 +312,7 @@ def _measure_texts(
     *,
     tokenizer: Any = None,
     special_tokens: SpecialTokens = "exclude",
-    groups: Labels | None = None,
+    groups: ItemLabels | None = None,
     measures: MeasureSet = "basic",
     sample: int = 5_000,
     seed: int = 0,
@@ -324,6 +325,7 @@ def _measure_texts(
     progress: bool = False,
 ) -> Geometry:
     from istar.geometry.collect import measure as text_road
+    from istar.hidden_states.model_layers import eval_mode
     from istar.models.saved_checkpoints import parse_models
     from istar.texts.corpus import open_texts
 
@@ -349,7 +351,7 @@ def _measure_texts(
     else:
         opened = text_road.open_model(parse_models([str(model)])[0].source, dtype, device)
     plan = text_road.plan_pass(opened, sources, settings)
-    with read_only(opened.encoder):
+    with eval_mode(opened.encoder):
         collected = text_road.measure_texts(plan, None, console, NUM_EXAMPLES, labels)
     return Geometry(collected.measurements, collected.examples)
 
@@ -366,5 +368,5 @@ def _describe_model(model: nn.Module) -> dict[str, Any]:
 
 def _find_vocabulary_size(model: Any) -> int:
     config = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text_config: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     return int(getattr(text_config, "vocab_size", 0) or 0)

@@ -3,11 +3,17 @@
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    ItemLabels = Sequence[Hashable] | Tensor | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Labels:
     ids: tuple[str, ...] = ()
 
     def find_groups(self, items: Tensor) -> Tensor:
-        """Return the groups of items by their indices, `(n,)` each; by default, item i is in group i mod `num_groups`."""
+        """Return the groups of items by their indices, `(n,)` each; by default, item i is in i mod `num_groups`."""
         if self.groups is None:
             return items % max(self.num_groups, 1)
         if len(items) and int(items.max()) >= len(self.groups):
@@ -45,23 +51,27 @@ class Labels:
                 raise UserError(f"there are {length} {name} for {num_items} {noun}; expected one for each")
 
 
-def make_labels(
-    num_groups: int, groups: Sequence[Hashable] | Tensor | None = None, ids: Sequence[Hashable] | None = None
-) -> Labels:
+def make_labels(num_groups: int, groups: "ItemLabels | None" = None, ids: "ItemLabels | None" = None) -> Labels:
     """Return labels of items. If there are more groups than `num_groups`, several are joined to one.
 
     Raises a `UserError` for a single group, or for ids that repeat.
     """
-    id_texts = tuple(map(str, ids.tolist() if hasattr(ids, "tolist") else ids)) if ids is not None else ()
+    id_texts = tuple(map(str, _list(ids)))
     if len(set(id_texts)) < len(id_texts):
         repeated = next(text for index, text in enumerate(id_texts) if text in id_texts[:index])
         raise UserError(f"ids has {repeated!r} twice; expected a different id for each")
     if groups is None:
         return Labels(num_groups, None, id_texts)
-    values = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+    values = _list(groups)
     index_by_group = {group: index for index, group in enumerate(dict.fromkeys(values))}
     if num_groups and len(index_by_group) < 2:
         raise UserError("groups are all the same; standard errors need at least 2 groups")
     num_groups = min(num_groups, len(index_by_group))
     numbers = torch.tensor([index_by_group[group] % max(num_groups, 1) for group in values])
     return Labels(num_groups, numbers, id_texts)
+
+
+def _list(labels: "ItemLabels | None") -> list[Any]:
+    if labels is None:
+        return []
+    return labels.tolist() if hasattr(labels, "tolist") else list(labels)

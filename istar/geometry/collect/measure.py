@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError, shorten

@@ -50,7 +50,7 @@ class PlaceRows(NamedTuple):
 
 
 def find_rows(places: Places, first_example: int | Tensor, token_ids: Tensor | None) -> PlaceRows:
-    """Return the rows among the places of a batch; `first_example` is the number of its first example, or all numbers."""
+    """Return the rows among the places of a batch; `first_example` is the number of its first example, or of each."""
     num_examples, num_places = places.values.shape[:2]
     mask = torch.ones(num_examples, num_places, dtype=torch.bool) if places.mask is None else places.mask.cpu()
     examples, positions = mask.nonzero(as_tuple=True)
@@ -192,6 +192,7 @@ def measure_batches(
     devices = {str(layer.power_sums.device) for layer in statistics.layers.values()}
     summary = summarize_source(statistics)
     width = len(next(iter(statistics.layers.values())).power_sums[0])
+    by_source: dict[str, Any] = {field: {BATCHES: summary[field]} for field in SOURCE_FIELDS}
     measurements = Measurements(
         model={"revision": None, "device": ", ".join(sorted(devices)), **model},
         weights="",
@@ -202,7 +203,7 @@ def measure_batches(
         text_hashes={BATCHES: labels.digest} if labels.ids else {},
         seconds=time.monotonic() - start,
         kind="places",
-        **{field: {BATCHES: summary[field]} for field in SOURCE_FIELDS},
+        **by_source,
     )
     if not num_examples:
         return Collected(measurements)
