@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from istar.measures.accumulator import *
     from istar.measures.activations import *
-    from istar.measures.alignment import *
     from istar.measures.catalogue import *
     from istar.measures.classes import *
     from istar.measures.contributions import *
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from istar.measures.dimension_moments import *
     from istar.measures.isoscores import *
     from istar.measures.jackknife import *
+    from istar.measures.kernel_alignment import *
     from istar.measures.moments import *
     from istar.measures.norms import *
     from istar.measures.partition import *
