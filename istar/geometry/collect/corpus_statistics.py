@@ -11,10 +11,11 @@ from istar.geometry.collect.layers import Layer, LayerSettings, MeasureSet
 from istar.geometry.collect.sample import Sample
 from istar.measures import Accumulator, ScaleDimension
 from istar.measures.catalogue import MEASURES_WITH_ERROR
-from istar.texts.corpus import Documents
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from istar.texts.corpus import Documents
 
 MAX_GROUP_BYTES = 2**30
 """Maximum bytes of the scatter matrices of all groups and layers; above it, covariance measures get no error."""
@@ -38,7 +39,7 @@ class MeasureSettings:
     limit: int | None = None
     shuffle_buffer: int = 0  # number of documents to draw the next one from, see `corpus.shuffle_documents`; 0: none
     intra: bool = True  # whether to compute IntraSim; its sums may need gigabytes, see `GroupedPoints`
-    documents: Documents = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
+    documents: "Documents" = "separate"  # whether the model sees each document alone; see `corpus.Blocks`
     # Whether the statistics include the hidden states of special tokens and separators, which the model always sees.
     special_tokens: SpecialTokens = "exclude"
     measures: MeasureSet = "basic"  # `all` adds the measures that take the most time

@@ -19,7 +19,6 @@ from istar.measures import (
     GroupedPoints,
     MassiveActivations,
     MassiveActivationsSummary,
-    Moments,
     Norms,
     PowerLaw,
     TokenKurtosis,
@@ -286,24 +285,12 @@ class Layer(Accumulator):
         The spectrum has the singular values of the centered points, `(d,)`, descending, on the CPU. A score that is not
         defined is NaN.
         """
-
-        def summarize(*sums: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        for sums in self._moments.sum_without_each_group():
             about_mean = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
             moments = _clear_rounding_errors(about_mean, self._origin)
-            return moments.state_dict(), moments.mean.square().sum().sqrt(), unchecked_isoscore_unbiased(moments)
-
-        for sums in self._moments.sum_without_each_group():
-            states, *columns = torch.vmap(summarize)(*sums)
-            mean_vectors, scores = torch.stack(columns).tolist()
-            eigenvalues = torch.linalg.eigvalsh(states["scatter"]).flip(1)
-            spectra = []
-            for group, group_eigenvalues in enumerate(eigenvalues):
-                moments = Moments(len(self._origin))
-                moments.count, moments.mean, moments.scatter, moments.epsilon = (
-                    states[name][group] for name in ("count", "mean", "scatter", "epsilon")
-                )
-                spectra.append(significant_roots(moments.scatter, moments, group_eigenvalues))
-            yield from zip(mean_vectors, scores, torch.stack(spectra).cpu(), strict=True)
+            eigenvalues = torch.linalg.eigvalsh(moments.scatter).flip(0)
+            spectrum = significant_roots(moments.scatter, moments, eigenvalues).cpu()
+            yield moments.mean.norm().item(), unchecked_isoscore_unbiased(moments).item(), spectrum
 
 
 def _clear_rounding_errors(moments: FourthMoments, origin: Tensor) -> FourthMoments:

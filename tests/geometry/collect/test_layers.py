@@ -1,6 +1,9 @@
 """The accumulators of a layer: merges, states, tables, and standard errors, against naive computations and theory."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from istar.measures import isoscore_unbiased
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from tests import oracles
 from tests.geometry.collect import test_stream
+from tests.waiting import SECONDS
 
 DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
 ORIGIN = torch.linspace(-1, 1, DIM).double()
@@ -122,6 +126,36 @@ def test_replicates_are_measures_without_each_group(measures_without_group: list
     assert make_layer(make_text(), settings=LayerSettings("basic")).compute_replicates() == {}
     without_group = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))).compute_replicates()
     assert set(map(tuple, without_group.values())) == {()}
+
+
+FIRST_RESULT = """
+import sys
+import torch
+from istar.geometry.collect.corpus_statistics import CorpusStatistics
+from istar.geometry.collect.layers import Layer, LayerSettings
+from istar.geometry.collect.sample import Sample
+from istar.geometry.collect.token_batch import TokenBatch
+
+points, index = torch.randn(200, 16), torch.arange(200)
+batch = TokenBatch.of(index, index, index // 50)
+layer = Layer(200, torch.zeros(16), LayerSettings("all", 4))
+layer.update(points[batch.order], batch)
+assert layer.compute_measures()["isoscore_error"] > 0
+sample = Sample({"points": torch.device("cpu")}, 100, 0)
+sample.update([0], [200], index, {"points": points})
+assert sample.estimate_two_nn("points").value > 0
+sample.compute_cosines("points")
+sample.estimate_gride("points")
+print(*{"torch._dynamo", "sympy", "datasets", "transformers", "pandas"} & sys.modules.keys())
+"""
+
+
+def test_a_first_result_of_points_waits_for_no_library_of_texts_or_compilers() -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", FIRST_RESULT],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3], timeout=SECONDS,
+    )  # fmt: skip
+    assert completed.stdout.split() == []
 
 
 def test_groups_do_not_change_the_measures() -> None:
