@@ -9,7 +9,7 @@ from torch import Tensor
 
 from istar.geometry.collect.layers import Layer, LayerSettings, MeasureSet
 from istar.geometry.collect.sample import Sample
-from istar.measures import Accumulator, ScaleDimension
+from istar.measures import Accumulator, NeighbourMeasures, ScaleDimension
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 
 if TYPE_CHECKING:
@@ -99,10 +99,11 @@ class CorpusStatistics(Accumulator):
             for tap, measures in measures_by_tap.items():
                 measures["two_nn"], measures["two_nn_error"] = self.sample.estimate_two_nn(tap)
                 if self._has_all_measures:
-                    measures |= self.sample.compute_cosines(tap)
+                    measures |= self.sample.compute_cosines(tap) | self.sample.compute_neighbour_measures(tap)
                 if self.layers[tap].is_constant:  # distances and z-scores are rounding errors
-                    names = measures.keys() & {"two_nn", "two_nn_error", "sample_inter_sim_standardized"}
-                    measures |= dict.fromkeys(names, math.nan)
+                    names = {"two_nn", "two_nn_error", "sample_inter_sim_standardized", "uniformity"}
+                    names.update(NeighbourMeasures._fields)
+                    measures |= dict.fromkeys(measures.keys() & names, math.nan)
         return measures_by_tap
 
     def estimate_gride(self) -> dict[str, list[ScaleDimension]]:

@@ -1,4 +1,4 @@
-"""A random sample of token types, for measures that need pairs of points: TwoNN, Gride, and cosines after changes."""
+"""A random sample of token types, for measures of pairs: TwoNN, Gride, neighbours, cosines."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,15 @@ from istar.measures import (
     Accumulator,
     CosineContributions,
     Dimension,
+    NeighbourMeasures,
     ScaleDimension,
     average_cosine,
     cosine_without_dimensions,
     gride_scales,
+    neighbour_measures,
     standardized_cosine,
     two_nn_with_error,
+    uniformity,
 )
 
 GRIDE_POINTS = 2_000
@@ -113,6 +116,15 @@ class Sample(Accumulator):
             "sample_inter_sim_standardized": lambda: standardized_cosine(points),
         }
         return {name: float_or_nan(function) for name, function in function_by_name.items()}
+
+    def compute_neighbour_measures(self, tap: str) -> dict[str, float]:
+        """Compute the measures of hubs, duplicates and contrast at a tap, and the uniformity; NaN if undefined."""
+        points = self.get_points(tap)
+        try:
+            neighbours = neighbour_measures(points)
+        except UserError:
+            neighbours = NeighbourMeasures(*4 * [math.nan])
+        return {**neighbours._asdict(), "uniformity": float_or_nan(lambda: uniformity(points))}
 
     def estimate_gride(self, tap: str) -> list[ScaleDimension]:
         """Estimate the intrinsic dimension at a tap by scale with Gride; empty if too few points are distinct.

@@ -162,6 +162,7 @@ def test_groups_do_not_change_the_measures() -> None:
     ungrouped_measures = make_layer(make_text(), settings=LayerSettings("all")).compute_measures()
     assert not [name for name in ungrouped_measures if name.endswith("_error")]
     grouped_measures = make_layer(make_text()).compute_measures()
+    assert math.isnan(ungrouped_measures.pop("effective_rank_unbiased"))  # it needs the groups
     assert {name: grouped_measures[name] for name in ungrouped_measures} == pytest.approx(
         ungrouped_measures, rel=1e-11, nan_ok=True
     )
@@ -174,7 +175,51 @@ def test_without_scatter_by_group_some_errors_are_left_out() -> None:
     all_measures = make_layer(make_text()).compute_measures()
     errors = {name for name in basic_measures if name.endswith("_error")}
     assert errors == {"inter_sim_error", "average_norm_error"}
+    assert math.isnan(basic_measures.pop("effective_rank_unbiased"))
     assert basic_measures == pytest.approx({key: all_measures[key] for key in basic_measures}, rel=1e-10, nan_ok=True)
+
+
+def add_groups_of_points(points: torch.Tensor, num_groups: int = 10) -> dict[str, float]:
+    """Return the measures of independent points `(n, d)`; point i is in group i mod `num_groups`."""
+    layer = Layer(0, points.mean(0), LayerSettings(num_groups=num_groups))
+    zeros = torch.zeros(len(points), dtype=torch.int64)
+    add_tokens(layer, points, zeros, zeros, torch.arange(len(points)) % num_groups)
+    return layer.compute_measures()
+
+
+@pytest.mark.parametrize("points_per_dimension", [2, 4, 10])
+@pytest.mark.parametrize("power", [0.0, 0.25])
+def test_corrected_ranks_are_those_of_the_distribution(power: float, points_per_dimension: int) -> None:
+    """Over repeated samples of a Gaussian with known variances, the plain ranks are too small."""
+    dim, num_repeats = 64, 8
+    deviations = np.arange(1, dim + 1) ** -power
+    shares, variance_shares = deviations / deviations.sum(), deviations**2 / (deviations**2).sum()
+    true_ranks = {
+        "effective_rank": np.exp(scipy.stats.entropy(shares)),
+        "participation_ratio": 1 / (variance_shares**2).sum(),
+    }
+    random = np.random.default_rng(points_per_dimension)
+    samples = random.normal(size=(num_repeats, points_per_dimension * dim, dim)) * deviations
+    repeats = [add_groups_of_points(torch.from_numpy(sample)) for sample in samples]
+    for name, true_rank in true_ranks.items():
+        plain, corrected = (np.mean([measures[key] for measures in repeats]) for key in (name, f"{name}_unbiased"))
+        assert corrected == pytest.approx(true_rank, rel=0.03), name
+        assert abs(plain - true_rank) > 2 * abs(corrected - true_rank), name
+    too_few = add_groups_of_points(torch.from_numpy(samples[0, : 2 * dim - 1]))
+    assert math.isnan(too_few["effective_rank_unbiased"])
+    assert math.isfinite(too_few["participation_ratio_unbiased"])
+
+
+def test_axes_for_a_share_of_the_variance_and_the_severity_of_the_mean() -> None:
+    points, *_ = make_text()
+    measures = make_layer(make_text()).compute_measures()
+    variances = np.linalg.eigvalsh(np.cov(points.T.numpy()))[::-1]
+    for percent in (90, 95, 99):
+        fewest = next(k for k in range(1, DIM + 1) if variances[:k].sum() >= percent / 100 * variances.sum())
+        assert measures[f"dimensions_{percent}"] == fewest
+    total_variance = points.numpy().var(0).sum()
+    severity = np.linalg.norm(points.numpy().mean(0)) / math.sqrt(total_variance)
+    assert measures["outlier_severity"] == pytest.approx(severity, rel=1e-9)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
