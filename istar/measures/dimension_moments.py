@@ -214,11 +214,10 @@ def outlier_severity(points: Tensor | DimensionMoments) -> Tensor:
     >>> round(outlier_severity(torch.tensor([[2.0, 1.0], [4.0, 1.0]])).item(), 6)
     3.162278
     """
-    moments = points
-    if isinstance(points, Tensor):
+    if not isinstance(points, DimensionMoments):
         check_matrix(points, "points")
-        moments = DimensionMoments.of(points)
-    total_variance, squared_norm = moments.variance(correction=0).sum(), moments.mean.square().sum()
+        points = DimensionMoments.of(points)
+    total_variance, squared_norm = points.variance(correction=0).sum(), points.mean.square().sum()
     if is_rounding(total_variance, squared_norm, torch.finfo(squared_norm.dtype).eps):
         raise UserError("all points are equal: their mean has no deviations to compare it with; expected other points")
     return (squared_norm / total_variance).sqrt()

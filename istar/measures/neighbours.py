@@ -148,9 +148,7 @@ def hubness(points: Tensor, k: int = 10) -> float:
     """
     value = neighbour_measures(points, k).hubness
     if math.isnan(value):
-        raise UserError(
-            f"each of the {len(points)} points is among the neighbours of {k} others; expected other counts"
-        )
+        raise UserError(f"each of the {len(points)} points is a neighbour of {k} others; expected different counts")
     return value
 
 
@@ -219,9 +217,7 @@ def relative_contrast(points: Tensor) -> float:
     """
     value = neighbour_measures(points, 1).relative_contrast
     if math.isnan(value):
-        raise UserError(
-            f"each of the {len(points)} points has a duplicate; expected some at a distance from all others"
-        )
+        raise UserError(f"each of the {len(points)} points has a duplicate; expected a point without one")
     return value
 
 

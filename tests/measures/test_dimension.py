@@ -138,25 +138,6 @@ def test_neighbours_are_those_of_all_distances(monkeypatch, points):
     np.testing.assert_allclose((distances[:, 1] / distances[:, 0]).numpy(), expected, rtol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    ("points", "certain_share"),
-    [(gaussian(300, 5), 1), (DIFFICULT_CLOUDS["near duplicates"], 1), (DIFFICULT_CLOUDS["scales"], 0.48)],
-    ids=["gaussian", "near duplicates", "scales"],
-)
-def test_neighbours_that_a_narrow_product_is_certain_of_are_the_nearest(points, certain_share, dtype):
-    """In float16, rounding errors of the product are larger than many differences of distances."""
-    points = points / points.abs().max()
-    factors = (points - points.mean(0)).to(dtype)
-    found, *_, is_certain = neighbours._find_nearest(points, factors, torch.arange(len(points)), 2, 1.0)
-    expected = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").topk(3, largest=False).values
-    torch.testing.assert_close(found[is_certain], expected[is_certain, 1:], rtol=1e-13, atol=0)
-    if dtype == torch.float32:
-        assert is_certain.double().mean().item() == pytest.approx(certain_share, abs=0.02)
-    else:
-        assert 0.1 < is_certain.double().mean() < 1
-
-
 def test_without_discarding_the_last_point_has_no_finite_place():
     points = gaussian(50, 3)
     assert two_nn(points, 0) == pytest.approx(two_nn(points, 0.02), rel=1e-12)
