@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from istar.measures.accumulator import *
     from istar.measures.activations import *
-    from istar.measures.alignment import *
     from istar.measures.catalogue import *
     from istar.measures.classes import *
     from istar.measures.contributions import *
@@ -19,12 +18,15 @@ if TYPE_CHECKING:
     from istar.measures.dimension_moments import *
     from istar.measures.isoscores import *
     from istar.measures.jackknife import *
+    from istar.measures.kernel_alignment import *
     from istar.measures.moments import *
+    from istar.measures.neighbours import *
     from istar.measures.norms import *
     from istar.measures.partition import *
     from istar.measures.point_groups import *
     from istar.measures.postprocess import *
     from istar.measures.spectrum import *
+    from istar.measures.unit_sphere import *
 
 __all__ = [
     "Accumulator",
@@ -43,6 +45,8 @@ __all__ = [
     "MassiveActivationsSummary",
     "Measure",
     "Moments",
+    "NeighbourMeasures",
+    "Neighbours",
     "NormSummary",
     "Norms",
     "PartitionIsotropy",
@@ -52,33 +56,43 @@ __all__ = [
     "TokenKurtosisSummary",
     "ValueWithError",
     "adjusted_intra_sim",
+    "alignment",
     "all_but_the_top",
     "alpha_req",
+    "antihubs",
     "average_cosine",
     "centered",
     "cka",
     "cka_with_error",
     "class_isotropy",
     "cosine_without_dimensions",
+    "count_dimensions",
     "effective_rank",
     "find_measure",
+    "find_neighbours",
     "gride",
     "gride_scales",
+    "hubness",
     "intra_sim",
     "isoscore",
     "isoscore_from_covariance",
     "isoscore_star",
     "isoscore_unbiased",
+    "jackknife_bias_correction",
     "jackknife_error",
     "layer_norm_summary",
     "log2_bin_range",
     "log2_bins",
+    "near_duplicates",
+    "neighbour_measures",
     "nesum",
     "norm_summary",
     "outlier_dimensions",
+    "outlier_severity",
     "participation_ratio",
     "partition_isotropy",
     "rank_me",
+    "relative_contrast",
     "scaled_centered",
     "shrink",
     "shrinkage_intensity",
@@ -88,6 +102,7 @@ __all__ = [
     "top_share",
     "two_nn",
     "two_nn_with_error",
+    "uniformity",
     "variance_shares",
 ]
 

@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.numerics import BLOCK_ON_DEVICES, check_matrix, full_precision, row_norms
+from istar.measures.neighbours import search_pairs
+from istar.measures.numerics import check_matrix
 
-_DISTANCES_PER_BLOCK = 2**22
-"""Number of distances that are computed at once on a CPU: 16 MiB in float32, 32 MiB in float64."""
-_NUM_MORE_IN_FLOAT32, _NUM_MORE_IN_FLOAT64 = 2, 14
-"""Candidates beyond the k nearest: many in float64, because rounding changes the order of near duplicates."""
 _TOLERANCE = 1e-12
 """Ratios of distances with a logarithm below this count as 1: rounding makes equal distances differ."""
 
@@ -211,9 +208,7 @@ def _find_neighbour_distances(
     The distances ascend, and are divided by the scale, a power of two near the largest coordinate. k is
     `max_neighbours` (by default `min_neighbours`), or the number of other distinct points if that is smaller.
 
-    The neighbours are found by a matrix product in float32 where its error bound shows that no other point can be as
-    near, and otherwise by one in float64. In float64, distances of about 1e-8 of the cloud's size vanish. In a group
-    of more than k + 14 points so close to each other, the neighbours may not be the nearest.
+    The neighbours are found as by `find_neighbours`, with products in float32 first.
 
     Raises:
         UserError: if there are fewer than `min_neighbours` other distinct points, and as `check_matrix`.
@@ -225,43 +220,7 @@ def _find_neighbour_distances(
             f"{n} distinct points have no {min_neighbours} neighbours each; expected at least {min_neighbours + 1}"
         )
     k = min(max_neighbours or min_neighbours, n - 1)
-    # Distances do not depend on the origin; about the mean, the product loses fewer digits.
-    centered = distinct - distinct.mean(0)
-    with full_precision(distinct.device):
-        rows = torch.arange(n, device=distinct.device)
-        distances, is_certain = _find_nearest(distinct, centered.float(), rows, k, _NUM_MORE_IN_FLOAT32)
-        uncertain = rows[~is_certain]
-        if len(uncertain):
-            distances[uncertain] = _find_nearest(distinct, centered, uncertain, k, _NUM_MORE_IN_FLOAT64)[0]
-    return distances, scale
-
-
-def _find_nearest(points: Tensor, factors: Tensor, rows: Tensor, k: int, num_more: int) -> tuple[Tensor, Tensor]:
-    """Return the k smallest distances of some rows to other points, `(rows, k)`, and whether each row's are certain.
-
-    The k + `num_more` candidates of a row have the smallest lower bounds of their squared distance
-    |x|^2 + |y|^2 - 2xy by a product of `factors`, the points about an origin, in any dtype. With d + 8 roundings of
-    relative size u at most, the product and the norms are wrong by at most (d + 8) u (|x|^2 + |y|^2), which the bounds
-    subtract. The distances of the candidates are then computed from the differences x - y in float64, without
-    cancellation. They are certain if the bounds of all other points are no smaller.
-    """
-    n, d = factors.shape
-    num_candidates, limits = min(k + num_more, n - 1), torch.finfo(factors.dtype)
-    lower_norms = factors.square().sum(1) * (1 - (d + 8) * limits.eps / 2) - limits.tiny
-    distances, is_certain = [], []
-    distances_per_block = _DISTANCES_PER_BLOCK if points.device.type == "cpu" else BLOCK_ON_DEVICES
-    for indices in rows.split(max(1, distances_per_block // n)):
-        bounds = torch.addmm(lower_norms, factors[indices], factors.T, alpha=-2)
-        # A point is not its own neighbour.
-        bounds[torch.arange(len(indices), device=rows.device), indices] = torch.inf
-        smallest_bounds, candidates = bounds.topk(num_candidates, largest=False)
-        row_points = points[indices]
-        differences = [row_norms(row_points - points[neighbours]) for neighbours in candidates.T]
-        nearest = torch.stack(differences, 1).topk(k, largest=False).values
-        bound_of_others = (smallest_bounds.amax(1) + lower_norms[indices]).to(nearest)
-        distances.append(nearest)
-        is_certain.append((nearest[:, -1].square() <= bound_of_others) | (num_candidates == n - 1))
-    return torch.cat(distances), torch.cat(is_certain)
+    return search_pairs(distinct, k, torch.float32).distances, scale
 
 
 def _find_distinct_points(points: Tensor) -> tuple[Tensor, float]:

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.numerics import check_finite, select_rows, upcast_blocks, upcast_vector, zero_vector
+from istar.measures.numerics import (
+    check_finite,
+    check_matrix,
+    is_rounding,
+    select_rows,
+    upcast_blocks,
+    upcast_vector,
+    zero_vector,
+)
 
 OutlierRule = Literal["sigma", "mean", "median"]
 
@@ -185,3 +193,31 @@ class DimensionMoments(Accumulator):
         if self.count < min_count:
             raise UserError(f"{self.count:g} points have no such moment; expected at least {min_count}")
         check_finite(torch.stack([self.mean, self.m4]), "the points, or their fourth powers,")
+
+
+def outlier_severity(points: Tensor | DimensionMoments) -> Tensor:
+    r"""Compute how far the mean of a cloud is from the origin, :math:`\lVert m \rVert / \sqrt{\operatorname{tr} C}`.
+
+    C is the population covariance, with the divisor n, so that the square is the squared norm of the mean divided by
+    the mean squared distance of the points from the mean. It says nearly the same as the norm ratio: with the severity
+    s, the norm of the mean is :math:`1 / \sqrt{1 + 1 / s^2}` of the root mean square of the norms.
+
+    Args:
+        points: `(n, d)` of any floating dtype, or the moments of the dimensions of a cloud.
+
+    Returns:
+        0-d float64 (float32 on MPS), at least 0. Scaling the points does not change it.
+
+    Raises:
+        UserError: for points of another shape or dtype or that are not finite, and if all points are equal.
+
+    >>> round(outlier_severity(torch.tensor([[2.0, 1.0], [4.0, 1.0]])).item(), 6)
+    3.162278
+    """
+    if not isinstance(points, DimensionMoments):
+        check_matrix(points, "points")
+        points = DimensionMoments.of(points)
+    total_variance, squared_norm = points.variance(correction=0).sum(), points.mean.square().sum()
+    if is_rounding(total_variance, squared_norm, torch.finfo(squared_norm.dtype).eps):
+        raise UserError("all points are equal: their mean has no deviations to compare it with; expected other points")
+    return (squared_norm / total_variance).sqrt()

@@ -1,4 +1,4 @@
-"""The standard error of a measure from groups of documents."""
+"""The standard error of a measure, and its correction for bias, from groups of documents."""
 
 import math
 from collections.abc import Sequence
@@ -42,3 +42,30 @@ def jackknife_error(estimates: Sequence[float]) -> float:
         return math.nan
     mean = math.fsum(estimates) / num_groups
     return math.sqrt((num_groups - 1) / num_groups * math.fsum((estimate - mean) ** 2 for estimate in estimates))
+
+
+def jackknife_bias_correction(value: float, estimates: Sequence[float]) -> float:
+    r"""Correct an estimate for its bias by the delete-a-group jackknife.
+
+    With the estimate :math:`\theta` from all G groups, and the estimate :math:`\theta_{(g)}` from all groups but g, the
+    result is
+
+    .. math:: G \theta - (G - 1) \frac1G \sum_{g=1}^G \theta_{(g)}
+
+    (Quenouille, *Notes on bias in estimation*, Biometrika 43, 1956). It removes a bias that is proportional to 1 / n.
+    The groups are as in `jackknife_error`.
+
+    Args:
+        value: the estimate from all groups.
+        estimates: the estimate without each group, in any order.
+
+    Returns:
+        The corrected estimate; NaN for fewer than 2 estimates, or if a number is not finite.
+
+    >>> jackknife_bias_correction(2.5, [2.0, 2.0])
+    3.0
+    """
+    num_groups = len(estimates)
+    if num_groups < 2 or not all(map(math.isfinite, (value, *estimates))):
+        return math.nan
+    return num_groups * value - (num_groups - 1) * math.fsum(estimates) / num_groups

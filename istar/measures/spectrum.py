@@ -202,6 +202,33 @@ def participation_ratio(variances: Tensor) -> Tensor:
     return 1 / variance_shares(variances).square().sum()
 
 
+def count_dimensions(variances: Tensor, share: float = 0.95) -> int:
+    """Count the fewest principal components with a share of the total variance.
+
+    Few points lower the count, as the largest sample variances are too large and the smallest too small. For 256 equal
+    variances and a share of 0.95, the count is 244; it is about 199 for a sample of 512 points and 233 for 2,560.
+
+    Args:
+        variances: `(d,)` in any order: the eigenvalues of a covariance, or the squared singular values of the centered
+            points.
+        share: above 0 and below 1.
+
+    Returns:
+        A number from 1 to d. Scaling the variances does not change it.
+
+    Raises:
+        UserError: as `effective_rank`, and for a share outside of (0, 1).
+
+    >>> count_dimensions(torch.tensor([1.0, 6.0, 2.0, 1.0]), 0.8)
+    2
+    """
+    if not 0 < share < 1:
+        raise UserError(f"share is {share}; expected a number above 0 and below 1")
+    cumulative_shares = variance_shares(variances).sort(descending=True).values.cumsum(0)
+    # The sum of shares such as 0.6 + 0.2 is below 0.8 by rounding.
+    return 1 + int((cumulative_shares < share * (1 - 1e-12)).sum())
+
+
 def rank_me(values: Tensor, epsilon: float = 1e-7) -> Tensor:
     r"""Compute RankMe, a smooth rank: the exponential of the entropy of the normalized singular values plus epsilon.
 

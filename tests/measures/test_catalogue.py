@@ -33,7 +33,8 @@ def test_every_measure_of_a_layer_is_in_the_catalogue():
     layer.update(points, Rows.of(torch.arange(30) // 15, torch.arange(30) % 3, torch.arange(30) % 10))
     sample = Sample({"layer": torch.device("cpu")}, 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
-    computed = {*layer.compute_measures(), *sample.compute_cosines("layer"), "two_nn", "two_nn_error"}
+    of_pairs = sample.compute_cosines("layer") | sample.compute_neighbour_measures("layer")
+    computed = {*layer.compute_measures(), *of_pairs, "two_nn", "two_nn_error"}
     assert computed | TABLES == measure_names("layers")
     tables = {"by_position": layer.summarize_by_position(), "by_frequency": layer.summarize_by_frequency()}
     columns = {f"{column}_{field}" for field, table in tables.items() for column in table}

@@ -11,7 +11,7 @@ import scipy.special
 import torch
 
 from istar.errors import UserError
-from istar.measures import Dimension, dimension, gride, gride_scales, two_nn, two_nn_with_error
+from istar.measures import Dimension, dimension, gride, gride_scales, neighbours, two_nn, two_nn_with_error
 from tests import oracles
 
 
@@ -93,7 +93,7 @@ def test_what_does_not_change_it(change, factor):
 def test_blocks_do_not_change_it(monkeypatch, num_rows):
     points = gaussian(70, 5)
     expected, expected_scales = two_nn(points), gride_scales(points, 16)
-    monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", num_rows * len(points))
+    monkeypatch.setattr(neighbours, "_DISTANCES_PER_BLOCK", num_rows * len(points))
     assert two_nn(points) == expected
     assert gride_scales(points, 16) == expected_scales
 
@@ -126,7 +126,7 @@ DIFFICULT_CLOUDS = {
 @pytest.mark.parametrize("points", DIFFICULT_CLOUDS.values(), ids=DIFFICULT_CLOUDS)
 def test_neighbours_are_those_of_all_distances(monkeypatch, points):
     """In blocks of seven rows."""
-    monkeypatch.setattr(dimension, "_DISTANCES_PER_BLOCK", 7 * len(points))
+    monkeypatch.setattr(neighbours, "_DISTANCES_PER_BLOCK", 7 * len(points))
     distinct_points = np.unique(points.numpy(), axis=0)
     expected = []
     for index, point in enumerate(distinct_points):
@@ -136,25 +136,6 @@ def test_neighbours_are_those_of_all_distances(monkeypatch, points):
         expected.append(second_distance / first_distance)
     distances, _ = dimension._find_neighbour_distances(points, 2)
     np.testing.assert_allclose((distances[:, 1] / distances[:, 0]).numpy(), expected, rtol=1e-14)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    ("points", "certain_share"),
-    [(gaussian(300, 5), 1), (DIFFICULT_CLOUDS["near duplicates"], 1), (DIFFICULT_CLOUDS["scales"], 0.48)],
-    ids=["gaussian", "near duplicates", "scales"],
-)
-def test_neighbours_that_a_narrow_product_is_certain_of_are_the_nearest(points, certain_share, dtype):
-    """In float16, rounding errors of the product are larger than many differences of distances."""
-    points = points / points.abs().max()
-    factors = (points - points.mean(0)).to(dtype)
-    found, is_certain = dimension._find_nearest(points, factors, torch.arange(len(points)), 2, 2)
-    expected = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").topk(3, largest=False).values
-    torch.testing.assert_close(found[is_certain], expected[is_certain, 1:], rtol=1e-13, atol=0)
-    if dtype == torch.float32:
-        assert is_certain.double().mean().item() == pytest.approx(certain_share, abs=0.02)
-    else:
-        assert 0.1 < is_certain.double().mean() < 1
 
 
 def test_without_discarding_the_last_point_has_no_finite_place():

@@ -1,4 +1,4 @@
-"""The standard error of the delete-a-group jackknife, against the known error of a mean and the formula in numpy."""
+"""The error and the correction of the delete-a-group jackknife, against known ones and the formula in numpy."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from istar.measures import jackknife_error
+from istar.measures import jackknife_bias_correction, jackknife_error
 
 
 @pytest.mark.parametrize("num_groups", [2, 3, 10, 40])
@@ -35,3 +35,17 @@ def test_shifts_do_not_change_it_and_scales_do():
 @pytest.mark.parametrize("left_out", [[], [1.0], [1.0, math.nan, 2.0], [1.0, math.inf]])
 def test_it_is_not_defined_for_too_few_or_undefined_estimates(left_out):
     assert math.isnan(jackknife_error(left_out))
+
+
+def test_it_corrects_a_variance_with_the_divisor_n():
+    values = np.random.default_rng(0).normal(5, 2, 12)
+    partial_estimates = [np.delete(values, index).var() for index in range(12)]
+    corrected = jackknife_bias_correction(values.var(), partial_estimates)
+    assert corrected == pytest.approx(values.var(ddof=1), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("value", "left_out"), [(1.0, []), (1.0, [1.0]), (1.0, [1.0, math.nan]), (math.nan, [1.0, 2.0])]
+)
+def test_a_correction_is_not_defined_for_too_few_or_undefined_estimates(value, left_out):
+    assert math.isnan(jackknife_bias_correction(value, left_out))

@@ -12,6 +12,7 @@ from istar.measures import (
     DimensionMoments,
     Moments,
     alpha_req,
+    count_dimensions,
     effective_rank,
     nesum,
     participation_ratio,
@@ -159,6 +160,15 @@ def test_top_share_is_that_of_sorted_values(k):
     assert top_share(1e305 * streamed.variance(), k).item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1.0, 1e300])
+def test_dimensions_for_a_share_of_the_variance(scale):
+    variances = vector(1, 6, 2, 1, 0) * scale
+    shares = (0.5, 0.6, 0.61, 0.8, 0.9, 0.91, 0.999)
+    assert [count_dimensions(variances, share) for share in shares] == [1, 1, 2, 2, 3, 4, 4]
+    equal_variances = vector(*[0.1] * 256) * scale
+    assert [count_dimensions(equal_variances, share) for share in (0.25, 0.5, 0.95)] == [64, 128, 244]
+
+
 def test_top_share_of_signed_values():
     assert top_share(vector(4, -1, -1), 1).item() == pytest.approx(2)
     assert top_share(vector(4, -1, -1), 3).item() == pytest.approx(1)
@@ -181,6 +191,8 @@ INVALID_CALLS = {
     "alpha weights": (lambda: alpha_req(ONES, weights="rank"), UserError, "expected one of equal, inverse_rank"),
     "share k": (lambda: top_share(ONES, 21), UserError, "k is 21; expected 1 to 20"),
     "share no k": (lambda: top_share(ONES, 0), UserError, "k is 0"),
+    "dimensions share": (lambda: count_dimensions(ONES, 95), UserError, "share is 95; expected a number above 0"),
+    "dimensions zeros": (lambda: count_dimensions(torch.zeros(3)), UserError, "all values are zero"),
     "share infinite": (lambda: top_share(vector(1, math.inf)), NonFiniteError, "not finite"),
 }
 

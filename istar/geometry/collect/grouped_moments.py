@@ -8,7 +8,7 @@ from torch import Tensor
 
 from istar.geometry.collect.rows import Rows
 from istar.measures import Accumulator, FourthMoments
-from istar.measures.numerics import block_length, block_size, zero_vector
+from istar.measures.numerics import block_length, zero_vector
 
 MAX_RECENT_POINTS = 2_048
 """Number of points to sum in their dtype before their scatter matrix is added to the accumulated one."""
@@ -105,16 +105,11 @@ class GroupedMoments(Accumulator):
         return FourthMoments.about_mean(self.origin, self._sum_groups(slice(None)), self.epsilon)
 
     def sum_without_each_group(self) -> Iterator[list[Tensor]]:
-        """Yield sums over the points of all groups but one, for each group that is left out, in blocks of groups.
-
-        They are the sums that `FourthMoments.about_mean` takes, with a first dimension for the groups of the block.
-        """
+        """Yield, for each group, the sums over all other points, as `FourthMoments.about_mean` takes them."""
         total = self._sum_groups(slice(None))
-        block_length = max(1, block_size(self.origin.device) // (2 * len(self.origin) ** 2))
-        for block in torch.arange(self._num_groups, device="cpu").split(block_length):
-            sums_by_group = [self._sum_groups(slice(group, group + 1)) for group in block.tolist()]
-            columns = zip(total, zip(*sums_by_group, strict=True), strict=True)
-            yield [sums - torch.stack(group_sums) for sums, group_sums in columns]
+        for group in range(self._num_groups):
+            group_sums = self._sum_groups(slice(group, group + 1))
+            yield [all_groups - one_group for all_groups, one_group in zip(total, group_sums, strict=True)]
 
     def finish_sums(self) -> None:
         """Add all recent scatter matrices to the accumulated ones."""

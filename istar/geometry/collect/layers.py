@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,18 +20,20 @@ from istar.measures import (
     GroupedPoints,
     MassiveActivations,
     MassiveActivationsSummary,
-    Moments,
     Norms,
     PowerLaw,
     TokenKurtosis,
     alpha_req,
+    count_dimensions,
     effective_rank,
     isoscore_unbiased,
+    jackknife_bias_correction,
     jackknife_error,
     log2_bin_range,
     log2_bins,
     nesum,
     outlier_dimensions,
+    outlier_severity,
     participation_ratio,
     rank_me,
     singular_values,
@@ -211,16 +214,22 @@ class Layer(Accumulator):
         # Rogue dimensions of pretrained models: the mean is many times the median deviation of all dimensions.
         outliers = outlier_dimensions(dimensions.mean, 5, "median", reference=deviations)
         norms = self.norms.compute()
+        principal_variances = spectra["centered"].square()
         measures: dict[str, float | Tensor] = {
             "points": float(moments.count),
             **_compute_covariance_measures(float_or_nan(lambda: isoscore_unbiased(moments)), spectra["centered"]),
+            **{
+                f"dimensions_{percent}": float_or_nan(partial(count_dimensions, principal_variances, percent / 100))
+                for percent in (90, 95, 99)
+            },
+            "outlier_severity": float_or_nan(lambda: outlier_severity(dimensions)),
             "inter_sim": float_or_nan(self.cosine.compute),
             "mean_direction_norm": float_or_nan(self.cosine.mean_direction_norm),
             "average_norm": norms.average,
             "mean_vector_norm": norms.mean_vector,
             "norm_ratio": norms.ratio,
             "rank_me": float_or_nan(lambda: rank_me(spectra["raw"])),
-            "alpha_req_r_squared": _fit_power_law(spectra["centered"].square()).r_squared,
+            "alpha_req_r_squared": _fit_power_law(principal_variances).r_squared,
             "largest_variance_share": top_share(variances),
             "top_5_variance_share": top_share(variances, min(5, dim)),
             "top_1_cosine_share": float_or_nan(lambda: top_share(self.cosine.contributions())),
@@ -240,6 +249,12 @@ class Layer(Accumulator):
         if massive is not None:
             measures |= {"massive_activations": massive.count, "largest_activation_ratio": massive.largest_ratio}
         replicates = self.compute_replicates() if replicates is None else replicates
+        measures["participation_ratio_unbiased"] = 1 + (dim - 1) * measures["isoscore_unbiased"]
+        # Below two points a dimension, the correction is wrong by more than a few percent.
+        ranks_without_groups = replicates.get("effective_rank", []) if moments.count >= 2 * dim else []
+        measures["effective_rank_unbiased"] = jackknife_bias_correction(
+            float(measures["effective_rank"]), ranks_without_groups
+        )
         errors = {f"{name}_error": jackknife_error(values) for name, values in replicates.items() if name != "points"}
         return {**{name: float(value) for name, value in measures.items()}, **errors}
 
@@ -290,24 +305,12 @@ class Layer(Accumulator):
         The spectrum has the singular values of the centered points, `(d,)`, descending, on the CPU. A score that is not
         defined is NaN.
         """
-
-        def summarize(*sums: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        for sums in self._moments.sum_without_each_group():
             about_mean = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
             moments = _clear_rounding_errors(about_mean, self._origin)
-            return moments.state_dict(), moments.mean.square().sum().sqrt(), unchecked_isoscore_unbiased(moments)
-
-        for sums in self._moments.sum_without_each_group():
-            states, *columns = torch.vmap(summarize)(*sums)
-            mean_vectors, scores = torch.stack(columns).tolist()
-            eigenvalues = torch.linalg.eigvalsh(states["scatter"]).flip(1)
-            spectra = []
-            for group, group_eigenvalues in enumerate(eigenvalues):
-                moments = Moments(len(self._origin))
-                moments.count, moments.mean, moments.scatter, moments.epsilon = (
-                    states[name][group] for name in ("count", "mean", "scatter", "epsilon")
-                )
-                spectra.append(significant_roots(moments.scatter, moments, group_eigenvalues))
-            yield from zip(mean_vectors, scores, torch.stack(spectra).cpu(), strict=True)
+            eigenvalues = torch.linalg.eigvalsh(moments.scatter).flip(0)
+            spectrum = significant_roots(moments.scatter, moments, eigenvalues).cpu()
+            yield moments.mean.norm().item(), unchecked_isoscore_unbiased(moments).item(), spectrum
 
 
 def _clear_rounding_errors(moments: FourthMoments, origin: Tensor) -> FourthMoments:

@@ -1,4 +1,4 @@
-"""A random sample of token types, for measures that need pairs of points: TwoNN, Gride, and cosines after changes."""
+"""A random sample of token types, for measures of pairs: TwoNN, Gride, neighbours, cosines."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,15 @@ from istar.measures import (
     Accumulator,
     CosineContributions,
     Dimension,
+    NeighbourMeasures,
     ScaleDimension,
     average_cosine,
     cosine_without_dimensions,
     gride_scales,
+    neighbour_measures,
     standardized_cosine,
     two_nn_with_error,
+    uniformity,
 )
 
 GRIDE_POINTS = 2_000
@@ -39,12 +42,14 @@ class Sample(Accumulator):
     blocks are batched and shared among processes, and samples merge exactly.
 
     The states are kept on the CPU, and measured on the device that `devices` has for their tap. A `size` of 0 keeps no
-    types. `random_numbers` of the sampled tokens are in ascending order, `(n,)`, and their
-    `types`, `(n,)`, are all different.
+    types. Measures other than those of neighbours use at most the first `max_points` types. `random_numbers` of the
+    sampled tokens are in ascending order, `(n,)`, and their `types`, `(n,)`, are all different.
     """
 
-    def __init__(self, devices: Mapping[str, torch.device], size: int, seed: int) -> None:
-        self.size, self.seed, self._devices = size, seed, devices
+    def __init__(
+        self, devices: Mapping[str, torch.device], size: int, seed: int, max_points: int | None = None
+    ) -> None:
+        self.size, self.seed, self._devices, self._max_points = size, seed, devices, max_points
         self.random_numbers = self.add_state(
             "random_numbers", torch.empty(0, dtype=torch.float64, device="cpu"), "custom"
         )
@@ -57,6 +62,9 @@ class Sample(Accumulator):
     def get_points(self, tap: str) -> Tensor:
         """Return the hidden states of the sampled tokens at a tap, `(n, d)`, by ascending random number."""
         return self.states[tap][self.rows].to(self._devices[tap])
+
+    def _get_first_points(self, tap: str) -> Tensor:
+        return self.get_points(tap)[: self._max_points]
 
     def update(
         self,
@@ -98,7 +106,7 @@ class Sample(Accumulator):
     def estimate_two_nn(self, tap: str) -> Dimension:
         """Estimate the intrinsic dimension at a tap and its standard error; NaN if too few points are distinct."""
         try:
-            return two_nn_with_error(self.get_points(tap), seed=self.seed)
+            return two_nn_with_error(self._get_first_points(tap), seed=self.seed)
         except UserError:
             return Dimension(math.nan, math.nan)
 
@@ -108,7 +116,7 @@ class Sample(Accumulator):
         The contributions of the dimensions and the moments for z-scoring are computed from the sample. Undefined values
         are NaN.
         """
-        points = self.get_points(tap)
+        points = self._get_first_points(tap)
         function_by_name: dict[str, Callable[[], Tensor]] = {
             "sample_inter_sim": lambda: average_cosine(points),
             "sample_inter_sim_without_top_1": lambda: _compute_cosine_without_top(points, 1),
@@ -116,6 +124,15 @@ class Sample(Accumulator):
             "sample_inter_sim_standardized": lambda: standardized_cosine(points),
         }
         return {name: float_or_nan(function) for name, function in function_by_name.items()}
+
+    def compute_neighbour_measures(self, tap: str) -> dict[str, float]:
+        """Compute the measures of hubs, duplicates and contrast at a tap, and the uniformity; NaN if undefined."""
+        try:
+            neighbours = neighbour_measures(self.get_points(tap))
+        except UserError:
+            neighbours = NeighbourMeasures(*4 * [math.nan])
+        first_points = self._get_first_points(tap)
+        return {**neighbours._asdict(), "uniformity": float_or_nan(lambda: uniformity(first_points))}
 
     def estimate_gride(self, tap: str) -> list[ScaleDimension]:
         """Estimate the intrinsic dimension at a tap by scale with Gride; empty if too few points are distinct.

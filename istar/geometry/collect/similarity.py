@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import BlockReader
-from istar.measures.alignment import cka, cka_with_error
 from istar.measures.jackknife import ValueWithError
+from istar.measures.kernel_alignment import cka, cka_with_error
 from istar.measures.numerics import accumulation_dtype, full_precision, is_rounding
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder, load_tokenizer

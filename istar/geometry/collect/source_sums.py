@@ -10,7 +10,7 @@ from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.pass_settings import SumSettings
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.sample import Sample
-from istar.measures import Accumulator, ScaleDimension
+from istar.measures import Accumulator, NeighbourMeasures, ScaleDimension
 from istar.measures.numerics import check_finite
 
 
@@ -24,7 +24,7 @@ class SourceSums(Accumulator):
         origins: for each state by name, a point near its mean, `(d,)`, on the device of the state.
         num_types: number of types of points, such as the size of a vocabulary; 0 leaves out IntraSim.
         has_positions: whether points have a position in their example.
-        sample_size: maximum number of points in the sample.
+        sample_size: maximum number of points in the sample; those beyond `settings.sample` are for neighbours alone.
         num_examples: number of examples, from the first one on, whose mean states are kept.
         row_sets: the states in sets that have the same points in each batch; by default, all are one set.
     """
@@ -47,7 +47,7 @@ class SourceSums(Accumulator):
         size = settings.sample if sample_size is None else sample_size
         self._row_sets = [list(origins)] if row_sets is None else list(row_sets)
         self.samples = {
-            states[0]: Sample({state: origins[state].device for state in states}, size, settings.seed)
+            states[0]: Sample({state: origins[state].device for state in states}, size, settings.seed, settings.sample)
             for states in self._row_sets
         }
 
@@ -97,10 +97,11 @@ class SourceSums(Accumulator):
             if sample.size:
                 measures["two_nn"], measures["two_nn_error"] = sample.estimate_two_nn(tap)
                 if self._has_all_measures:
-                    measures |= sample.compute_cosines(tap)
+                    measures |= sample.compute_cosines(tap) | sample.compute_neighbour_measures(tap)
                 if self.layers[tap].is_constant:  # distances and z-scores are rounding errors
-                    names = measures.keys() & {"two_nn", "two_nn_error", "sample_inter_sim_standardized"}
-                    measures |= dict.fromkeys(names, math.nan)
+                    names = {"two_nn", "two_nn_error", "sample_inter_sim_standardized", "uniformity"}
+                    names.update(NeighbourMeasures._fields)
+                    measures |= dict.fromkeys(measures.keys() & names, math.nan)
         return measures_by_tap
 
     def estimate_gride(self) -> dict[str, list[ScaleDimension]]:

@@ -1,6 +1,9 @@
 """The accumulators of a layer: merges, states, tables, and standard errors, against naive computations and theory."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from istar.measures import isoscore_unbiased
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from tests import oracles
 from tests.geometry.collect import test_stream
+from tests.waiting import SECONDS
 
 DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
 ORIGIN = torch.linspace(-1, 1, DIM).double()
@@ -125,10 +129,41 @@ def test_replicates_are_measures_without_each_group(measures_without_group: list
     assert set(map(tuple, without_group.values())) == {()}
 
 
+FIRST_RESULT = """
+import sys
+import torch
+from istar.geometry.collect.layers import Layer, LayerSettings
+from istar.geometry.collect.sample import Sample
+from istar.geometry.collect.rows import Rows
+from istar.geometry.collect.source_sums import SourceSums
+
+points, index = torch.randn(200, 16), torch.arange(200)
+batch = Rows.of(index // 50, index, index)
+layer = Layer(200, torch.zeros(16), LayerSettings("all", 4))
+layer.update(points[batch.order], batch)
+assert layer.compute_measures()["isoscore_error"] > 0
+sample = Sample({"points": torch.device("cpu")}, 100, 0)
+sample.update([0], [200], index, {"points": points})
+assert sample.estimate_two_nn("points").value > 0
+sample.compute_cosines("points")
+sample.estimate_gride("points")
+print(*{"torch._dynamo", "sympy", "datasets", "transformers", "pandas"} & sys.modules.keys())
+"""
+
+
+def test_a_first_result_of_points_waits_for_no_library_of_texts_or_compilers() -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", FIRST_RESULT],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3], timeout=SECONDS,
+    )  # fmt: skip
+    assert completed.stdout.split() == []
+
+
 def test_groups_do_not_change_the_measures() -> None:
     ungrouped_measures = make_layer(make_text(), settings=LayerSettings("all")).compute_measures()
     assert not [name for name in ungrouped_measures if name.endswith("_error")]
     grouped_measures = make_layer(make_text()).compute_measures()
+    assert math.isnan(ungrouped_measures.pop("effective_rank_unbiased"))  # it needs the groups
     assert {name: grouped_measures[name] for name in ungrouped_measures} == pytest.approx(
         ungrouped_measures, rel=1e-11, nan_ok=True
     )
@@ -141,7 +176,51 @@ def test_without_scatter_by_group_some_errors_are_left_out() -> None:
     all_measures = make_layer(make_text()).compute_measures()
     errors = {name for name in basic_measures if name.endswith("_error")}
     assert errors == {"inter_sim_error", "average_norm_error"}
+    assert math.isnan(basic_measures.pop("effective_rank_unbiased"))
     assert basic_measures == pytest.approx({key: all_measures[key] for key in basic_measures}, rel=1e-10, nan_ok=True)
+
+
+def add_groups_of_points(points: torch.Tensor, num_groups: int = 10) -> dict[str, float]:
+    """Return the measures of independent points `(n, d)`; point i is in group i mod `num_groups`."""
+    layer = Layer(0, points.mean(0), LayerSettings(num_groups=num_groups))
+    zeros = torch.zeros(len(points), dtype=torch.int64)
+    add_tokens(layer, points, zeros, zeros, torch.arange(len(points)) % num_groups)
+    return layer.compute_measures()
+
+
+@pytest.mark.parametrize("points_per_dimension", [2, 4, 10])
+@pytest.mark.parametrize("power", [0.0, 0.25])
+def test_corrected_ranks_are_those_of_the_distribution(power: float, points_per_dimension: int) -> None:
+    """Over repeated samples of a Gaussian with known variances, the plain ranks are too small."""
+    dim, num_repeats = 64, 8
+    deviations = np.arange(1, dim + 1) ** -power
+    shares, variance_shares = deviations / deviations.sum(), deviations**2 / (deviations**2).sum()
+    true_ranks = {
+        "effective_rank": np.exp(scipy.stats.entropy(shares)),
+        "participation_ratio": 1 / (variance_shares**2).sum(),
+    }
+    random = np.random.default_rng(points_per_dimension)
+    samples = random.normal(size=(num_repeats, points_per_dimension * dim, dim)) * deviations
+    repeats = [add_groups_of_points(torch.from_numpy(sample)) for sample in samples]
+    for name, true_rank in true_ranks.items():
+        plain, corrected = (np.mean([measures[key] for measures in repeats]) for key in (name, f"{name}_unbiased"))
+        assert corrected == pytest.approx(true_rank, rel=0.03), name
+        assert abs(plain - true_rank) > 2 * abs(corrected - true_rank), name
+    too_few = add_groups_of_points(torch.from_numpy(samples[0, : 2 * dim - 1]))
+    assert math.isnan(too_few["effective_rank_unbiased"])
+    assert math.isfinite(too_few["participation_ratio_unbiased"])
+
+
+def test_axes_for_a_share_of_the_variance_and_the_severity_of_the_mean() -> None:
+    points, *_ = make_text()
+    measures = make_layer(make_text()).compute_measures()
+    variances = np.linalg.eigvalsh(np.cov(points.T.numpy()))[::-1]
+    for percent in (90, 95, 99):
+        fewest = next(k for k in range(1, DIM + 1) if variances[:k].sum() >= percent / 100 * variances.sum())
+        assert measures[f"dimensions_{percent}"] == fewest
+    total_variance = points.numpy().var(0).sum()
+    severity = np.linalg.norm(points.numpy().mean(0)) / math.sqrt(total_variance)
+    assert measures["outlier_severity"] == pytest.approx(severity, rel=1e-9)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])

@@ -12,7 +12,7 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.similarity import compute_mean_states, compute_similarities, read_first_documents
-from istar.measures.alignment import cka, cka_with_error
+from istar.measures.kernel_alignment import cka, cka_with_error
 from istar.models import tiny
 from istar.models.model_source import ModelSource
 from istar.texts import demo

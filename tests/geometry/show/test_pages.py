@@ -38,7 +38,8 @@ from tests.waiting import SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
-AXIS_FIGURES = {"isotropy", "directions", "dimension", "spectrum", "norms", "single_dimensions", "shares", "outliers"}
+AXIS_FIGURES = {"isotropy", "directions", "dimension", "spectrum", "norms", "single_dimensions", "neighbours", "shares",
+                "outliers"}  # fmt: skip
 STATE_FIGURES = {"spectra", "scales", "state_norms", "positions", "frequency", "partition", "final_norm"}
 MATRIX_FIGURES = {"matrix_spectra", "projection", "row_norms"}
 DETAIL_TABLES = {"massive", "extremes", "matrices", "final_norm", "texts", "settings"}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from istar.errors import NonFiniteError, UserError
-from istar.measures.alignment import cka, cka_with_error
+from istar.measures.kernel_alignment import cka, cka_with_error
 
 
 def make_representations(n=30, first_dim=4, second_dim=6, seed=0):
