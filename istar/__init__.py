@@ -1,7 +1,7 @@
 """Fine-tuning with isotropy penalties, and measures of the geometry of language-model representations.
 
-The public names of this package are imported on first use. They depend on torch only, except `load_runs` and
-`load_measurements`, which need `istar[train]`.
+The public names of this package are imported on first use. They depend on torch only, except those of results: `load`,
+`load_runs`, `compare`, `Geometry` and `Comparison` need `istar[train]`.
 """
 
 import importlib
@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from istar.errors import UserError as UserError
-    from istar.geometry.collect.measures_file import load_measurements as load_measurements
+    from istar.geometry.compared_geometries import Comparison as Comparison
+    from istar.geometry.compared_geometries import compare as compare
+    from istar.geometry.geometry import Geometry as Geometry
+    from istar.geometry.geometry import load as load
     from istar.hidden_states import *  # noqa: F403
     from istar.measures import isoscore as isoscore
     from istar.measures import isoscore_star as isoscore_star
@@ -27,12 +30,17 @@ _MODULE_BY_NAME = {
     "isoscore_unbiased": "istar.measures",
 }
 _MODULE_OF_READERS = {
-    "load_measurements": "istar.geometry.collect.measures_file",
+    "Comparison": "istar.geometry.compared_geometries",
+    "Geometry": "istar.geometry.geometry",
+    "compare": "istar.geometry.compared_geometries",
+    "load": "istar.geometry.geometry",
     "load_runs": "istar.reports.run_frame",
 }
-"""Functions that need more than torch. `from istar import *` leaves them out."""
+"""Functions and classes that need more than torch. `from istar import *` leaves them out."""
 _PACKAGES = ("istar.regularizers", "istar.hidden_states")
 """Packages with public names that this package exports too; the second imports the first."""
+_SUBPACKAGES = ("hidden_states", "integrations", "measures", "regularizers", "statistics")
+"""Packages of the library, which `istar.measures.isoscore` imports after `import istar` alone."""
 
 
 def __getattr__(name: str) -> Any:
@@ -41,6 +49,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     if name == "__all__":
         return _list_public_names()
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"istar.{name}")
     if not name.startswith("_"):
         for package in map(importlib.import_module, _PACKAGES):
             if name in package.__all__:

@@ -18,7 +18,7 @@ from istar.models.model_source import ModelSource
 from istar.models.saved_checkpoints import ModelArgument
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.similarity import Similarity
+    from istar.geometry.collect.mean_states import Similarity
     from istar.texts.corpus import Source
 
 

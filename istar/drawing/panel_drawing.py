@@ -242,7 +242,10 @@ def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright
     width = 0.8 / len(lines)
     for index, line in enumerate(lines):
         centers = [x + (index - (len(lines) - 1) / 2) * width for x in line.x]
-        bars = axes.bar(centers, line.y, 0.92 * width, label=line.label, color=styles[line.label]["color"])
+        # An error bar of length 0 keeps the number above its bar where an error is undefined.
+        errors = [error if math.isfinite(error) else 0.0 for error in line.y_error] or None
+        options = {"label": line.label, "color": styles[line.label]["color"], "error_kw": {"ecolor": INK, "capsize": 3}}
+        bars = axes.bar(centers, line.y, 0.92 * width, yerr=errors, **options)
         axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2, rotation=90 if has_upright_values else 0)
     if has_upright_values:
         axes.margins(y=0.2)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from istar.drawing.panel_drawing import INK, PAPER, assign_line_styles, draw_panel, find_panels_with_same_y_axis
 from istar.drawing.plot import NARROW, Plot, compute_identifier
 
-PNG_DPI = 300
+PNG_DPI, _SCREEN_DPI = 300, 100
 _POINTS_PER_INCH = 72
 _NARROW_WIDTH = 4.0
 """Width in inches of a figure for a phone."""
@@ -57,6 +57,25 @@ def render(plot: Plot, suffixes: Sequence[str]) -> dict[str, bytes]:
     if NARROW in suffixes:
         files[NARROW] = _render_layout(plot, ["svg"], max_columns=1)["svg"]
     return files
+
+
+class PlotFigure(Figure):
+    """A figure that a notebook shows as a PNG, although pyplot does not know it."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+
+def draw(plot: Plot) -> Figure:
+    """Draw a plot as on a page, and return the figure, which is not registered with pyplot."""
+    with matplotlib.rc_context(_STYLE):
+        figure = _draw_figure(plot)
+        figure.dpi = _SCREEN_DPI
+        # matplotlib makes the ticks when it computes the layout. They get their style only here.
+        figure.draw_without_rendering()
+    return figure
 
 
 def _render_layout(plot: Plot, suffixes: Sequence[str], max_columns: int) -> dict[str, bytes]:
@@ -110,7 +129,7 @@ def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
     if plot.kind == "ridges":
         height = num_rows * max(1.2 + 0.5 * len(panel.lines) for panel in plot.panels)
     # Width and height are in inches.
-    figure = Figure(figsize=(width, height), dpi=PNG_DPI, layout="constrained")
+    figure = PlotFigure(figsize=(width, height), dpi=PNG_DPI, layout="constrained")
     handles: dict[str, Any] = {}
     for axes, panel in itertools.zip_longest(figure.subplots(num_rows, num_columns, squeeze=False).flat, plot.panels):
         if panel is None:

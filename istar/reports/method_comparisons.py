@@ -16,7 +16,7 @@ from istar.reports import configurations
 from istar.runs.names import BASE_LABEL, is_lower_better
 from istar.statistics import ALPHA, POWER, paired, power
 from istar.statistics.arguments import is_constant, is_finite
-from istar.statistics.conclusions import Comparison
+from istar.statistics.conclusions import PairedComparison
 from istar.statistics.paired import Holm
 
 _TRIED_STATUSES = ("finished", "failed", "pruned")
@@ -67,7 +67,7 @@ class MethodComparison:
     reference: Method | None  # None if no run of the reference has finished
     difference_by_seed: dict[int, float]  # score of the method minus the reference's score
     unadjusted_p_value: float | None  # two-sided; None where the test is not defined
-    statistics: Comparison  # mean difference, interval and adjusted p-value, which decide the conclusion
+    statistics: PairedComparison  # mean difference, interval and adjusted p-value, which decide the conclusion
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _compare_with_reference(method: Method, reference: Method | None, reference_
     difference_by_seed = {seed: scores[seed] - reference_scores[seed] for seed in seeds}
     differences = np.array(list(difference_by_seed.values()))
     has_interval = len(seeds) > 1 and not is_constant(differences)
-    statistics = Comparison(
+    statistics = PairedComparison(
         method.name,
         method.task,
         pairs=len(seeds),

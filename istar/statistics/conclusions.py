@@ -25,7 +25,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """The result of comparing a method with a reference on a task, over the seeds that both have."""
 
     method: str
@@ -73,7 +73,7 @@ class Comparison:
             raise UserError(f"{name}: the interval {self.interval} does not contain the difference {self.difference:g}")
 
 
-def verdict(row: Comparison, alpha: float = ALPHA) -> Verdict:
+def verdict(row: PairedComparison, alpha: float = ALPHA) -> Verdict:
     """Return what a comparison allows to conclude, by the rules that `conclusion` lists.
 
     `alpha` is the significance level for the adjusted p-value.
@@ -91,7 +91,7 @@ def verdict(row: Comparison, alpha: float = ALPHA) -> Verdict:
     return Verdict.BETTER if (row.difference > 0) != row.lower_is_better else Verdict.WORSE
 
 
-def conclusion(row: Comparison, alpha: float = ALPHA) -> str:
+def conclusion(row: PairedComparison, alpha: float = ALPHA) -> str:
     """Return sentences that say what a comparison allows to conclude and what not.
 
     The first of these rules that applies gives the main sentence:
@@ -132,7 +132,7 @@ def conclusion(row: Comparison, alpha: float = ALPHA) -> str:
     return " ".join(sentences)
 
 
-def _make_main_sentence(row: Comparison, alpha: float) -> str:
+def _make_main_sentence(row: PairedComparison, alpha: float) -> str:
     result = verdict(row, alpha)
     names = f"{row.method} and {row.reference}"
     no_conclusion = f"Nothing can be concluded about {names} on {row.task}"
@@ -160,7 +160,7 @@ def _make_main_sentence(row: Comparison, alpha: float) -> str:
     )
 
 
-def _find_obstacle(row: Comparison, alpha: float) -> str:
+def _find_obstacle(row: PairedComparison, alpha: float) -> str:
     if row.obstacle:
         return row.obstacle
     if not row.has_equal_budgets:
@@ -182,7 +182,7 @@ def _find_obstacle(row: Comparison, alpha: float) -> str:
     return ""
 
 
-def summary(rows: Iterable[Comparison], alpha: float = ALPHA) -> str:
+def summary(rows: Iterable[PairedComparison], alpha: float = ALPHA) -> str:
     """Return a sentence that counts the verdicts of a table's comparisons, and one that counts collapsed runs.
 
     `alpha` is the significance level for the adjusted p-values.

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from istar.errors import UserError
-from istar.statistics.conclusions import Comparison, Verdict, conclusion, summary, verdict
+from istar.statistics.conclusions import PairedComparison, Verdict, conclusion, summary, verdict
 from istar.statistics.paired import holm, smallest_sign_flip_p, t_interval, t_test
 from istar.statistics.power import smallest_difference
 
-ROW = Comparison(
+ROW = PairedComparison(
     "I-STAR", "rte", pairs=5, difference=1.25, interval=(0.5, 2.0), p_value=0.012, smallest_difference=1.63
 )
 UNEQUAL_BUDGETS = "their budgets differ, so that a difference need not come from the method"
@@ -98,7 +98,7 @@ def test_words_of_comparison_need_a_small_p_value() -> None:
         (None, 0.0, 0.049, 0.05, 0.051, 1.0), ((0.5, 2.0), (-0.5, 3.0), (-2.0, -0.5)), (True, False), (0, 1, 2, 9),
         (0, 2), (True, False), (0.0, 0.2), (0, 1),
     ):  # fmt: skip
-        row = Comparison(
+        row = PairedComparison(
             "A", "rte", pairs, (low + high) / 2, (low, high), p, 0.7, unmatched=unmatched,
             has_equal_budgets=has_equal_budgets, lower_is_better=is_loss, smallest_p=smallest_p,
             collapsed=min(collapsed, pairs),
@@ -150,7 +150,7 @@ def test_a_table_from_scores_to_sentences() -> None:
     differences = {name: values - base for name, values in scores.items()}
     adjusted = holm([t_test(values) for values in differences.values()]).adjusted
     rows = [
-        Comparison(
+        PairedComparison(
             name, "rte", 8, float(values.mean()), t_interval(values), p,
             smallest_difference(float(values.std(ddof=1)), 8),
         )

@@ -1,13 +1,13 @@
 """The mean states of the first examples of a source, by which the layers of two models are compared."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from istar.geometry.collect.labels import Labels
+from istar.geometry.collect.mean_states import Examples
 from istar.geometry.collect.measures_file import Measurements
 from istar.measures import Accumulator
 from istar.measures.point_groups import RowsByGroup
@@ -43,21 +43,6 @@ class ExampleSums(Accumulator):
         return counts, (self.totals.cpu() / counts[:, None] + self._origin.cpu()).float()
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Mean states of examples, such as documents or images.
-
-    Attributes:
-        ids: what identifies each example; examples of two models with equal ids are the same.
-        groups: group of each example. Examples of different groups are independent.
-        means: mean state of each example by the name of the state, `(examples, d)`, float32 on the CPU.
-    """
-
-    ids: tuple[str, ...]
-    groups: tuple[int, ...]
-    means: Mapping[str, Tensor]
-
-
 class Collected(NamedTuple):
     """What was measured."""
 
@@ -76,7 +61,7 @@ def join_examples(sums_by_source: Mapping[str, Mapping[str, tuple[Tensor, Tensor
         counts, _ = next(iter(sums_by_state.values()))
         kept = counts.nonzero().squeeze(1)
         ids += [f"{source}:{labels.ids[index] if labels.ids else index}" for index in kept.tolist()]
-        groups += labels.find_groups(kept).tolist()
+        groups += map(str, labels.find_groups(kept).tolist())
         for state, (_, state_means) in sums_by_state.items():
             means.setdefault(state, []).append(state_means[kept])
     return Examples(tuple(ids), tuple(groups), {state: torch.cat(parts) for state, parts in means.items()})

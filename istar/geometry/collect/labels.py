@@ -29,6 +29,7 @@ class Labels:
     num_groups: int
     groups: Tensor | None = None
     ids: tuple[str, ...] = ()
+    num_independent: int | None = None  # number of different groups that the user gave, of which several may be joined
 
     def find_groups(self, items: Tensor) -> Tensor:
         """Return the groups of items by their indices, `(n,)` each; by default, item i is in i mod `num_groups`."""
@@ -68,7 +69,7 @@ def make_labels(num_groups: int, groups: "ItemLabels | None" = None, ids: "ItemL
         raise UserError("groups are all the same; standard errors need at least 2 groups")
     num_groups = min(num_groups, len(index_by_group))
     numbers = torch.tensor([index_by_group[group] % max(num_groups, 1) for group in values])
-    return Labels(num_groups, numbers, id_texts)
+    return Labels(num_groups, numbers, id_texts, len(index_by_group))
 
 
 def _list(labels: "ItemLabels | None") -> list[Any]:

@@ -201,6 +201,7 @@ def measure_batches(
         matrices={},
         final_norm=measure_final_norm(reader.norm, width),
         text_hashes={BATCHES: labels.digest} if labels.ids else {},
+        groups=dict.fromkeys(statistics.layers, labels.num_independent or num_seen),
         seconds=time.monotonic() - start,
         kind="places",
         **by_source,

@@ -172,6 +172,10 @@ def measure_clouds(
         matrices={},
         final_norm=None,
         text_hashes={POINTS: labels.digest} if labels.ids else {},
+        groups={
+            name: labels.num_independent or int(summary["sources"][name]["points"])
+            for name, summary in summaries.items()
+        },
         gaps=measure_gaps(clouds, means, pairs),
         seconds=time.monotonic() - start,
         kind="points",

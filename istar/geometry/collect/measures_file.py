@@ -29,7 +29,7 @@ SOURCE_FIELDS = (
     *("sources", "spectra", "norms", "extremes", "by_position", "by_frequency", "massive", "gride", "replicates"),
 )
 """Fields of `Measurements` by source and tap."""
-_NUMBER_FIELDS = (*SOURCE_FIELDS, "matrices", "final_norm")
+_NUMBER_FIELDS = (*SOURCE_FIELDS, "matrices", "final_norm", "gaps")
 """Fields where a nested null means an undefined number."""
 NORMAL_QUANTILE = float(special.ndtri(0.975))
 """Half-width of a 95% interval in standard errors, if the standard error itself is known well."""
@@ -95,6 +95,12 @@ class Measurements:
     # What was measured: `tokens` of texts, `places` of the states of a batch, or `points` that existed before. Points
     # have no model, matrices, final norm or texts, and their states are clouds in no order.
     kind: Kind = "tokens"
+    # By state, the number of groups of rows that do not depend on each other, such as images, users or speakers; the
+    # number of points if each row is its own group. Empty for tokens, whose documents `readings` counts.
+    groups: dict[str, int] = field(default_factory=dict)
+    # For each pair of clouds, the names `first` and `second`, and the `distance` and the `cosine` of their means; of
+    # clouds whose rows are pairs also the `alignment`.
+    gaps: list[dict[str, Any]] = field(default_factory=list)
     format: int = MEASUREMENT_FORMAT
 
     @property
@@ -104,9 +110,14 @@ class Measurements:
 
     @property
     def width(self) -> int:
-        """Number of dimensions of the hidden states; the embedding matrices may have another one."""
-        spectra = [forms["raw"] for taps in self.spectra.values() for forms in taps.values()]
-        return max(map(len, spectra)) if spectra else int(self.matrices["input"]["raw"]["dimensions"])
+        """Largest number of dimensions of the hidden states; the embedding matrices may have another one."""
+        return max(map(self.width_of, self.all_texts))
+
+    def width_of(self, state: str) -> int:
+        """Return the number of dimensions of a state."""
+        if spectra := self.spectra.get(self.combined_key, {}).get(state):
+            return len(spectra["raw"])
+        return int(self.matrices["input"]["raw"]["dimensions"]) if self.matrices else 0
 
     @property
     def all_texts(self) -> dict[str, dict[str, float]]:
@@ -132,24 +143,6 @@ def layer_frame(measured: Measurements) -> pd.DataFrame:
         for source, taps in measured.sources.items()
         for tap, measures in taps.items()
     )
-
-
-def load_measurements(folder: str | Path = "geometry") -> pd.DataFrame:
-    """Return what `istar measure` wrote to a folder as a data frame, for notebooks.
-
-    The frame has a row for each text and layer and a column for each measure. If the folder has the checkpoints of a
-    training, it has their `step` as well, and rows for the embedding matrices and the final norm.
-
-    >>> import istar
-    >>> layers = istar.load_measurements("geometry")  # doctest: +SKIP
-    >>> layers.plot(x="layer", y="isoscore")  # doctest: +SKIP
-
-    Raises:
-        UserError: if the folder has no measures, or they cannot be read.
-    """
-    if (path := Path(folder, TRAJECTORY_FILE)).is_file():
-        return pd.read_csv(path)
-    return layer_frame(read_measurement(Path(folder, JSON_FILE)))
 
 
 def read_measurement(path: Path) -> Measurements:

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,35 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.geometry.collect.layer_outputs import BlockReader
-from istar.measures.jackknife import ValueWithError
-from istar.measures.kernel_alignment import cka, cka_with_error
-from istar.measures.numerics import accumulation_dtype, full_precision, is_rounding
+from istar.geometry.collect.mean_states import MIN_EXAMPLES, Examples, Similarity, compare_examples
+from istar.measures.numerics import accumulation_dtype, full_precision
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder, load_tokenizer
 from istar.texts.corpus import Block, Blocks, Source, pad_batch, split_into_batches
 from istar.texts.tokenizing import tokenize_parts
-
-_MIN_DOCUMENTS = 4
-"""Fewest documents for which CKA is defined."""
-_NUM_GROUPS = 10
-"""Number of groups of documents for the standard error of CKA."""
-
-
-@dataclass(frozen=True)
-class Similarity:
-    """CKA of every layer of one model with every layer of another."""
-
-    first: str  # label of the first model
-    second: str  # label of the second model
-    first_taps: tuple[str, ...]  # names of the places in the first model where hidden states were read
-    second_taps: tuple[str, ...]  # the same for the second model
-    # CKA: a row for each tap of the first model, a column for each of the second; NaN where `cka` is undefined.
-    values: tuple[tuple[float, ...], ...]
-    # Standard error of the largest value of each row, by the jackknife over groups of documents; NaN if a group would
-    # have fewer than two documents, or CKA without a group is undefined.
-    errors_of_largest: tuple[float, ...]
-    num_groups: int  # number of these groups
-    documents: int  # number of documents
 
 
 def read_first_documents(sources: Sequence[Source], count: int, shuffle_buffer: int = 0, seed: int = 0) -> list[str]:
@@ -133,12 +109,13 @@ def compute_similarities(
     for _, source in models:
         tokenizer = load_tokenizer(source)
         documents = [text for text in documents if any(part.token_ids for part in tokenize_parts([text], tokenizer))]
-    if len(documents) < _MIN_DOCUMENTS:
+    if len(documents) < MIN_EXAMPLES:
         raise UserError(
             f"the number of documents with tokens for all models is {len(documents)}; CKA needs at least "
-            f"{_MIN_DOCUMENTS}; give more text"
+            f"{MIN_EXAMPLES}; give more text"
         )
-    labelled_states: list[tuple[str, dict[str, Tensor]]] = []
+    examples_by_label: list[tuple[str, Examples]] = []
+    ids = tuple(map(str, range(len(documents))))
     with make_progress(console) as progress:
         task = progress.add_task("similarity of layers", total=len(models) * len(documents))
         for label, source in models:
@@ -147,44 +124,12 @@ def compute_similarities(
             states = compute_mean_states(
                 model, tokenizer, documents, length, advance=lambda number: progress.advance(task, number)
             )
-            labelled_states.append((label, states))
+            examples_by_label.append((label, Examples(ids, ids, states)))
             del model
-    similarities = [_compare_layers(*first, *second) for first, second in itertools.combinations(labelled_states, 2)]
+    similarities = [compare_examples(*first, *second) for first, second in itertools.combinations(examples_by_label, 2)]
     if all(math.isnan(value) for similarity in similarities for row in similarity.values for value in row):
         raise UserError(
             "CKA is undefined for all layers, because their states are equal or equally far apart for all documents, "
             "or not finite; give other texts"
         )
     return similarities
-
-
-def _compare_layers(
-    first_label: str, first_states: dict[str, Tensor], second_label: str, second_states: dict[str, Tensor]
-) -> Similarity:
-    values, errors_of_largest = [], []
-    for states in first_states.values():
-        row = [_compute_cka(states, other_states).value for other_states in second_states.values()]
-        index = max(range(len(row)), key=lambda index: -math.inf if math.isnan(row[index]) else row[index])
-        most_similar, has_error = list(second_states.values())[index], len(states) >= 2 * _NUM_GROUPS
-        values.append(tuple(row))
-        errors_of_largest.append(_compute_cka(states, most_similar, has_error).error)
-    return Similarity(
-        first=first_label,
-        second=second_label,
-        first_taps=tuple(first_states),
-        second_taps=tuple(second_states),
-        values=tuple(values),
-        errors_of_largest=tuple(errors_of_largest),
-        num_groups=_NUM_GROUPS,
-        documents=len(next(iter(first_states.values()))),
-    )
-
-
-def _compute_cka(first: Tensor, second: Tensor, has_error: bool = False) -> ValueWithError:
-    """Return CKA, with its standard error if `has_error`; NaN where `cka` is undefined, or states are constant."""
-    if any(is_rounding(x.double().var(0).sum(), x.double().mean(0).square().sum()) for x in (first, second)):
-        return ValueWithError(math.nan, math.nan)
-    try:
-        return cka_with_error(first, second, _NUM_GROUPS) if has_error else ValueWithError(cka(first, second), math.nan)
-    except UserError:
-        return ValueWithError(math.nan, math.nan)

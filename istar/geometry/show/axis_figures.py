@@ -17,7 +17,7 @@ from istar.geometry.collect.measures_file import interval_half_width
 from istar.geometry.show import model_figures
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
-from istar.measures.catalogue import FIGURES, find_measure
+from istar.measures.catalogue import FIGURES, Measure, find_measure
 from istar.runs.names import COMBINED, FINAL_NORM
 
 _FINAL_NORM_DEPTH = 1.15
@@ -37,6 +37,7 @@ class Axis:
     points: pd.DataFrame
     tick_names: Mapping[float, str] = field(default_factory=dict)
     log: bool = False
+    kind: str = "line"  # kind of the plots over this axis
     ordered: bool = False  # whether the lines have an order, which a colour scale shows
     labels: tuple[str, ...] = ()  # labels that have the same colours in all figures
     reference: str = ""  # label of the line that is drawn in black
@@ -58,11 +59,16 @@ class Axis:
         }
         figure = FIGURES[name]
         title = f"{figure.title} by {self.name}"
-        return Plot(name, title, caption or figure.caption, "line", self.label, tuple(panels), **options)
+        return Plot(name, title, caption or figure.caption, self.kind, self.label, tuple(panels), **options)
 
 
 def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
-    """Return the axis of the layers: of one model with a line for each text, of several over their relative depth."""
+    """Return the axis of the layers: of one model with a line for each text, of several over their relative depth.
+
+    Clouds, which have no order, are bars; several models have bars next to each other.
+    """
+    if not models[0].is_ordered:
+        return _make_cloud_axis(models)
     if len(models) == 1:
         [model] = models
         text_labels = _shorten_labels(list(model.measurements.sources))
@@ -72,7 +78,7 @@ def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
             for index, measures in enumerate(taps.values())
         ]
         ticks = _make_tick_names(list(model.measurements.all_texts))
-        return Axis("layer", pd.DataFrame(points), ticks, reference=COMBINED)
+        return Axis(model.words["state"], pd.DataFrame(points), ticks, reference=COMBINED)
     points = []
     for model in models:
         keys = {"panel": "", "line": model.label, "groups": model.num_groups}
@@ -84,6 +90,27 @@ def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
     frame = pd.DataFrame(points)
     labels = tuple(model.label for model in models)
     return Axis("relative depth", frame, ticks if frame["segment"].any() else {}, labels=labels)
+
+
+def _make_cloud_axis(models: Sequence[MeasuredModel]) -> Axis:
+    clouds = list(dict.fromkeys(cloud for model in models for cloud in model.measurements.all_texts))
+    names = _shorten_labels(clouds)
+    points = [
+        {
+            "panel": "",
+            "line": names[clouds.index(cloud)] if len(models) == 1 else model.label,
+            "segment": 0,
+            "x": 0.0 if len(models) == 1 else float(clouds.index(cloud)),
+            "groups": model.num_groups,
+            **measures,
+        }
+        for model in models
+        for cloud, measures in model.measurements.all_texts.items()
+    ]
+    # The legend names the clouds of one model.
+    ticks = {0.0: ""} if len(models) == 1 else {float(index): name for index, name in enumerate(names)}
+    labels = tuple(names) if len(models) == 1 else tuple(model.label for model in models)
+    return Axis("cloud", pd.DataFrame(points), ticks, kind="columns", labels=labels)
 
 
 def make_step_axis(trainings: Sequence[MeasuredTraining]) -> Axis:
@@ -119,15 +146,25 @@ def plot_measures(axis: Axis, width: int) -> list[Plot]:
         measures = [measure for measure in model_figures.LAYER_MEASURES if measure.figure == name]
         if not measures:
             continue
-        panels = []
-        for measure in measures:
-            for title, points in axis.points.groupby("panel", sort=False):
-                if lines := _make_lines(points, measure.name, measure.needs_inter_sim):
-                    panels.append(model_figures.make_measure_panel(measure, lines, width, str(title)))
-        caption = " ".join(measure.meaning for measure in measures if measure.meaning)
+        panels_by_measure = {measure: make_axis_panels(axis, measure, width) for measure in measures}
+        shown = [measure for measure, panels in panels_by_measure.items() if panels] or measures
+        caption = " ".join(measure.meaning for measure in shown if measure.meaning)
+        panels = list(itertools.chain.from_iterable(panels_by_measure.values()))
         share_y = FIGURES[name].same_y
         plots.append(axis.make_plot(name, panels, caption, share_y=share_y, share_y_by_label=True))
     return plots
+
+
+def make_axis_panels(axis: Axis, measure: Measure, width: int) -> list[Panel]:
+    """Return the panels of a measure over an axis: one, or one for each panel of the axis; [] without finite values.
+
+    `width` is as for `plot_measures`.
+    """
+    return [
+        model_figures.make_measure_panel(measure, lines, width, str(title))
+        for title, points in axis.points.groupby("panel", sort=False)
+        if (lines := _make_lines(points, measure.name, measure.needs_inter_sim))
+    ]
 
 
 def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None = None) -> list[Line]:
@@ -161,7 +198,12 @@ def _shorten_labels(names: Sequence[str]) -> list[str]:
 
 
 def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:
-    """Return tick labels by position: the embeddings, the final normalization, and at most six layer numbers."""
+    """Return tick labels by position: the embeddings, the final normalization, and at most six layer numbers.
+
+    Other states than the layers of a transformer are numbered from 1.
+    """
+    if taps[0] != "embeddings":
+        return {float(index): str(index + 1) for index in evenly_spaced(range(len(taps)), _MAX_TICKS)}
     end = len(taps) - 1 if taps[-1] == FINAL_NORM else len(taps)
     step = math.ceil((end - 1) / _MAX_TICKS) or 1
     # The label of the final normalization needs the space of a step.

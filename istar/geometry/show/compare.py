@@ -1,4 +1,4 @@
-"""Models that are compared: their names, their measures, and their differences with 95% intervals."""
+"""Models or clouds that are compared: their names, their measures, and their differences with 95% intervals."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +30,16 @@ class MeasuredModel:
 
     label: str  # name on the page, distinct among the compared models
     measurements: Measurements
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the states have an order, from the input to the output; clouds have none."""
+        return self.measurements.kind != "points"
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Words for this kind of measurement, by the names in braces in texts and in the table of measures."""
+        return {**TEXTS["words"][self.measurements.kind]}
 
     @cached_property
     def layers(self) -> dict[str, dict[str, float]]:
@@ -76,6 +86,22 @@ class MeasuredModel:
         return "output" if "output" in self.measurements.matrices else "input"
 
 
+def describe_points(measured: Measurements) -> list[str]:
+    """Return sentences on which rows count: special places, and the groups of rows that standard errors leave out."""
+    texts, words, sentences = TEXTS["reading"], TEXTS["words"][measured.kind], []
+    if measured.kind == "tokens":
+        special = {"include": "Special tokens count.", "exclude": "Special tokens do not count."}
+        return [special[measured.settings["special_tokens"]]] if "special_tokens" in measured.settings else []
+    if choice := measured.settings.get("special_tokens"):
+        sentences.append(texts[f"places_{choice}"])
+    if measured.groups:
+        points = {state: measures["points"] for state, measures in measured.all_texts.items()}
+        is_single = all(points[state] == number for state, number in measured.groups.items())
+        numbers = list_names(sorted({f"{number:,}" for number in measured.groups.values()}))
+        sentences.append(texts["single" if is_single else "grouped"].format(**words, groups=numbers))
+    return sentences
+
+
 def choose_labels(arguments: Sequence[ModelArgument], names: Sequence[str], noun: str = "models") -> list[str]:
     """Return distinct labels of the models on the command line, or raise a `UserError`.
 
@@ -101,9 +127,18 @@ def name_model(model: Mapping[str, Any]) -> str:
 
 
 def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:
-    """Return whether two models were measured over texts of the same content, whatever the files are called."""
+    """Return whether two models were measured over texts of the same content, whatever the files are called.
+
+    Of places and points, the hashes are those of the ids that the user gave; without ids, the result is False.
+    """
+    if not (first.measurements.text_hashes or _are_of_texts(first, other)):
+        return False
     hashes = [sorted(model.measurements.text_hashes.values()) for model in (first, other)]
     return hashes[0] == hashes[1]
+
+
+def _are_of_texts(*models: MeasuredModel) -> bool:
+    return all(model.measurements.kind == "tokens" for model in models)
 
 
 def describe_other_settings(models: Sequence[MeasuredModel]) -> list[str]:
@@ -116,13 +151,13 @@ def describe_other_settings(models: Sequence[MeasuredModel]) -> list[str]:
     for other in models[1:]:
         first_settings, settings = first.measurements.settings, other.measurements.settings
         # The texts are compared by their content, and the size of batches changes no measure.
-        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "batch_tokens"})
+        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "batch_tokens", "source"})
         changes = "; ".join(
             f"{SETTING_NAMES.get(name, name)} {settings.get(name)} instead of {first_settings.get(name)}"
             for name in names
             if first_settings.get(name) != settings.get(name)
         )
-        if not have_same_texts(first, other):
+        if _are_of_texts(first, other) and not have_same_texts(first, other):
             difference = f"measured over other texts than {first.label}"
             labels_by_difference.setdefault(difference, []).append(other.label)
         if changes:
@@ -168,7 +203,9 @@ def _find_changed_token_settings(first: MeasuredModel, other: MeasuredModel) -> 
 def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
     """Return a sentence on why no differences with intervals exist for two models, or an empty string if they exist."""
     sentence_start = f"Differences of {other.label} from {first.label} are not computed: "
-    if not have_same_texts(first, other):
+    if not pair_layers(first, other):
+        return f"{sentence_start}they have no {first.words['state']} of the same name."
+    if _are_of_texts(first, other) and not have_same_texts(first, other):
         return f"{sentence_start}they were measured over different texts."
     if changed_settings := _find_changed_token_settings(first, other):
         return f"{sentence_start}they were measured over different tokens of the texts ({', '.join(changed_settings)})."
@@ -176,7 +213,7 @@ def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
         if not model.has_errors:
             return (
                 f"{sentence_start}{model.label} has no standard errors; measure it with --groups over at least as many "
-                "documents as groups."
+                f"{model.words['examples']} as groups."
             )
     return ""
 
@@ -184,23 +221,43 @@ def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
 def choose_error_method(first: MeasuredModel, other: MeasuredModel) -> Literal["paired", "independent"]:
     """Return `paired` if both models have the same documents in the same groups and stored values without each group.
 
-    The models must have been measured over the same texts. Packed documents are grouped by their blocks, which depend
-    on the tokenizer. With a limit of tokens, the tokenizer decides how many documents are read; documents are taken to
-    be the same only if each group has the same number of tokens. The seed decides the order of shuffled documents.
+    Models of texts must have been measured over the same ones; places and points are paired if their ids are equal.
+    Packed documents are grouped by their blocks, which depend on the tokenizer. With a limit of tokens, the tokenizer
+    decides how many documents are read; documents are taken to be the same only if each group has the same number of
+    tokens. The seed decides the order of shuffled documents.
     """
     settings = first.measurements.settings
+    if not have_same_texts(first, other):
+        return "independent"
     if settings.get("shuffle_buffer") and settings.get("seed") != other.measurements.settings.get("seed"):
         return "independent"
-    if first.num_groups != other.num_groups or settings.get("documents") != "separate":
+    is_packed = _are_of_texts(first, other) and settings.get("documents") != "separate"
+    if first.num_groups != other.num_groups or is_packed:
         return "independent"
-    # Numbers of tokens without each group.
-    first_tokens, other_tokens = (
-        model.get_replicates(next(iter(model.measurements.all_texts))).get("points", []) for model in (first, other)
+    # Numbers of points without each group.
+    first_points, other_points = (
+        model.get_replicates(layer).get("points", [])
+        for model, layer in zip((first, other), pair_layers(first, other)[0], strict=True)
     )
-    has_replicates = bool(first_tokens and other_tokens)
-    if not has_replicates or (settings.get("limit") is not None and first_tokens != other_tokens):
+    has_replicates = bool(first_points and other_points)
+    is_cut = settings.get("limit") is not None or not _are_of_texts(first, other)
+    if not has_replicates or (is_cut and first_points != other_points):
         return "independent"
     return "paired"
+
+
+def pair_layers(first: MeasuredModel, other: MeasuredModel) -> list[tuple[str, str]]:
+    """Return the pairs of states of two models that are compared.
+
+    Clouds are paired by name, or if each model has a single one. Models with the same number of layers are paired layer
+    by layer, and at the final normalization if both have one; other models at their last layers.
+    """
+    states, other_states = first.measurements.all_texts, other.measurements.all_texts
+    if not first.is_ordered and len(states) + len(other_states) > 2:
+        return [(state, state) for state in states if state in other_states]
+    if len(first.layers) == len(other.layers):
+        return list(zip(states, other_states, strict=False))  # the final normalization follows the layers
+    return [(first.last_layer, other.last_layer)]
 
 
 def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[dict[str, Any]]:
@@ -211,19 +268,13 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
     errors. For models over the same texts it is usually too large, because their errors are usually positively
     correlated.
 
-    Models that cannot be compared yield nothing; see `explain_no_differences`. Models with the same number of layers
-    are compared layer by layer, and at the final normalization if both have one. Other models are compared at
-    their last layers, before a final normalization.
+    Models that cannot be compared yield nothing; see `explain_no_differences`. The layers are those of `pair_layers`.
     """
     if explain_no_differences(first, other):
         return
     error_method = choose_error_method(first, other)
     quantile = t_quantile(min(first.num_groups, other.num_groups) - 1)
-    layer_pairs = [(first.last_layer, other.last_layer)]
-    if len(first.layers) == len(other.layers):
-        # The final normalization follows the layers.
-        layer_pairs = list(zip(first.measurements.all_texts, other.measurements.all_texts, strict=False))
-    for first_layer, other_layer in layer_pairs:
+    for first_layer, other_layer in pair_layers(first, other):
         first_measures, measures = first.measurements.all_texts[first_layer], other.measurements.all_texts[other_layer]
         first_replicates, replicates = first.get_replicates(first_layer), other.get_replicates(other_layer)
         for name in MEASURES_WITH_ERROR:
@@ -241,7 +292,7 @@ def compute_differences(first: MeasuredModel, other: MeasuredModel) -> Iterator[
                     "model": other.label,
                     "first": first.label,
                     "layer": other_layer,
-                    "is_last": other_layer == other.last_layer,
+                    "is_last": other_layer == other.last_layer or not other.is_ordered,
                     "measure": name,
                     "value": after,
                     "value_of_first": before,

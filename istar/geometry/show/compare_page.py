@@ -1,4 +1,4 @@
-"""The page of `istar measure` and `istar compare`: of a model, models, the checkpoints of a training, or trainings.
+"""The page of `istar measure` and `istar compare`: of a model, clouds, models, a training's checkpoints, or trainings.
 
 All four have the same sections: flags, how to read the page, the main table, the figures over the layers, the relative
 depth or the steps, the figures of single layers, and further tables. A model is a comparison of one.
@@ -31,6 +31,7 @@ from istar.geometry.show import (
     measured_training,
     model_figures,
     model_tables,
+    terminal_tables,
 )
 from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
@@ -41,13 +42,19 @@ from istar.models.saved_checkpoints import Checkpoint
 from istar.runs.labels import shorten_model_name
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.similarity import Similarity
+    from istar.geometry.collect.mean_states import Similarity
 
 COMPARISON_FILE, TRAININGS_FILE = "comparison.csv", "trajectories.csv"
 """Tables of all measures of several models, and of several trainings."""
 CARD_FILE = "card.md"
 """The main measures of a model, to paste into its page on the hub."""
-MODEL_KIND = PageKind("page of measures", "istar measure", (measures_file.JSON_FILE, measures_file.CSV_FILE, CARD_FILE))
+EXAMPLES_FILE = "examples.safetensors"
+"""The mean states of examples; see `istar.geometry.collect.mean_states.Examples`."""
+MODEL_KIND = PageKind(
+    "page of measures",
+    "istar measure",
+    (measures_file.JSON_FILE, measures_file.CSV_FILE, CARD_FILE, EXAMPLES_FILE),
+)
 COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
 _DEFINITIONS = ("Definitions of the measures", "#measures")
 TRAININGS_KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TRAININGS_FILE,))
@@ -77,15 +84,26 @@ class PageContent:
         return axis_figures.make_layer_axis(self.models)
 
     @property
+    def words(self) -> Mapping[str, str]:
+        """Words for what was measured, for the names in braces in texts."""
+        return self.models[0].words if self.models else TEXTS["words"]["tokens"]
+
+    @property
+    def is_of_texts(self) -> bool:
+        """Whether models of texts were measured, so that the page says what is missing."""
+        return all(model.measurements.kind == "tokens" for model in self.models)
+
+    @property
     def detailed_models(self) -> Sequence[MeasuredModel]:
         """The models with all figures and tables; of the checkpoints of a training, some from the first to the last."""
         return evenly_spaced(self.models) if self.axis.ordered else self.models
 
 
-def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
+def write_model(measured: Measurements, out: Path, label: str = "", examples: bytes | None = None) -> Path:
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
-    The page calls the model by `label`, or else by the last part of its name. Raises a `UserError` for the measures of
+    The page calls the model by `label`, or else by the last part of its name. `examples` is the content of a further
+    file, `EXAMPLES_FILE`. Raises a `UserError` for the measures of
     another model, and as `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
@@ -93,6 +111,8 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
     label = label or shorten_model_name(name)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents[CARD_FILE] = _make_card(label, measured).encode()
+    if examples is not None:
+        contents[EXAMPLES_FILE] = examples
     # The measures, which may have taken hours, are saved before anything is drawn.
     Output(out, MODEL_KIND.noun).write(contents)
     measures_file.discard_state(out)
@@ -101,22 +121,26 @@ def write_model(measured: Measurements, out: Path, label: str = "") -> Path:
 
 
 def _make_card(label: str, measured: Measurements) -> str:
-    measures_by_tap, settings = measured.all_texts, measured.settings
-    names = [name for name in HEADERS if any(name in measures for measures in measures_by_tap.values())]
+    settings, words = measured.settings, TEXTS["words"][measured.kind]
+    headers, cells_by_state = terminal_tables.list_main_measures(measured)
     rows = [
-        [tap, *("-" if math.isnan(value := measures.get(name, math.nan)) else f"{value:.4g}" for name in names)]
-        for tap, measures in measures_by_tap.items()
+        [state, *("-" if math.isnan(value) else f"{value:.4g}" for value, _ in cells)]
+        for state, cells in cells_by_state.items()
     ]
-    num_tokens = next(iter(measures_by_tap.values()))["points"]
+    counts = {measures["points"] for measures in measured.all_texts.values()}
+    subject = f"{label} over {max(counts):,.0f} {words['units']}" if len(counts) == 1 else label
+    if measured.kind == "tokens":
+        subject += (
+            f" of {', '.join(settings['texts'])}: {settings['documents']} documents of at most {settings['length']} "
+            f"tokens, special tokens {settings['special_tokens']}d, weights in {measured.model['dtype']}"
+        )
+    intra_sim = ", IntraSim of the same token in different places" if HEADERS["intra_sim"] in headers else ""
     return (
-        f"## Geometry of the hidden states\n\n"
-        f"{label} over {num_tokens:,.0f} tokens of {', '.join(settings['texts'])}: {settings['documents']} documents "
-        f"of at most {settings['length']} tokens, special tokens {settings['special_tokens']}d, weights in "
-        f"{measured.model['dtype']}. Measured by istar {version('istar')}.\n\n"
-        f"{make_markdown_table([['layer', *(HEADERS[name] for name in names)], *rows])}\n\n"
-        "IsoScore is 1 if the hidden states vary equally in all directions, and 0 if they vary in one. InterSim is the "
-        "average cosine of different tokens, IntraSim of the same token in different places, TwoNN an intrinsic "
-        "dimension, the rank an effective rank.\n"
+        f"## Geometry of the {words['vectors']}\n\n{subject}. Measured by istar {version('istar')}.\n\n"
+        f"{make_markdown_table([[words['state'], *headers], *rows])}\n\n"
+        f"IsoScore is 1 if the {words['vectors']} vary equally in all directions, and 0 if they vary in one. InterSim "
+        f"is the average cosine of different {words['units']}{intra_sim}, TwoNN an intrinsic dimension, the rank an "
+        "effective rank.\n"
     )
 
 
@@ -180,35 +204,43 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
         numbers["checkpoints"] = sum(len(training.steps) for training in content.trainings)
     numbers_of_models = [
         {
-            "tokens": int(model.last_layer_measures["points"]),
-            "texts": len(model.measurements.settings["texts"]),
-            "layers": len(model.layers) - 1,
+            model.words["units"]: int(sum(model.layers[state]["points"] for state in _list_counted_states(model))),
+            "texts": len(model.measurements.settings.get("texts", {})),
+            model.words["states"]: len(model.layers) - (model.measurements.kind == "tokens"),
             "dimensions": model.measurements.width,
-            "tokens in the vocabulary": model.measurements.matrices["input"]["raw"]["rows"],
+            "tokens in the vocabulary": model.measurements.matrices.get("input", {}).get("raw", {}).get("rows", 0),
         }
         for model in content.models
     ]
     if numbers_of_models:
         first, *others = numbers_of_models
-        numbers |= {name: value for name, value in first.items() if all(other[name] == value for other in others)}
+        numbers |= {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    if not content.is_of_texts:
+        numbers = {name: value for name, value in numbers.items() if value}
     return [(f"{number:,}", noun.removesuffix("s") if number == 1 else noun) for noun, number in numbers.items()]
+
+
+def _list_counted_states(model: MeasuredModel) -> list[str]:
+    """Return the states whose points a key figure adds up: all clouds, or the last layer of a model."""
+    return [model.last_layer] if model.is_ordered else list(model.layers)
 
 
 def _build_sheets(content: PageContent) -> list[Sheet]:
     models, detailed, sheets = content.models, content.detailed_models, []
     if len(content.trainings) > 1:
         sheets.append(model_tables.build_training_sheet(content.trainings))
-    elif content.kind is not MODEL_KIND:
+    elif content.kind is not MODEL_KIND and content.is_of_texts:
         sheets.append(model_tables.build_model_sheet(models))
     if not content.trainings:
         sheets.append(model_tables.build_layer_sheet(models))
     if len(models) > 1:
         sheets.append(model_tables.build_difference_sheet(detailed))
     if content.similarities:
-        sheets.append(model_tables.build_similarity_sheet(content.similarities))
+        sheets.append(model_tables.build_similarity_sheet(content.similarities, content.words))
     if models:
         sheets += [model_tables.join_sheets(detailed, build) for build in model_tables.MODEL_SHEET_BUILDERS]
-    return sheets
+    # The page of a text model names what is missing. Other models cannot have it.
+    return [sheet for sheet in sheets if sheet.rows or (content.is_of_texts and sheet.name != "gaps")]
 
 
 def _make_plots(content: PageContent) -> list[Plot]:
@@ -221,8 +253,8 @@ def _make_plots(content: PageContent) -> list[Plot]:
     if content.kind is MODEL_KIND:
         plots += model_figures.plot_matrices(models[0].measurements)
     if content.similarities is not None:
-        plots.append(model_figures.plot_similarity(content.similarities))
-    return plots
+        plots.append(model_figures.plot_similarity(content.similarities, content.words))
+    return [plot for plot in plots if plot.panels or content.is_of_texts]
 
 
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path) -> list[Section]:
@@ -238,10 +270,10 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path)
     for plot in plots:
         about = [plot.caption]
         if plot.name == "differences":
-            about += _describe_error_methods(content.detailed_models)
+            about += describe_error_methods(content.detailed_models)
         # The table of the matrices belongs to the figure of I(W), but has more measures.
         sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
-        note = _explain_missing_panels(plot)
+        note = _explain_missing_panels(plot) if content.is_of_texts else ""
         sections.append(Section(plot.name, plot.title, (), sheet, pictures[plot.name], note, about=about))
     sections += map(_make_table_section, remaining.values())
     sections.append(Section("measures", "Definitions of the measures", about=_define_measures(content.models)))
@@ -265,12 +297,15 @@ def _explain_missing_panels(plot: Plot) -> str:
 
 def _explain_page(content: PageContent) -> list[str]:
     texts, paragraphs = TEXTS["reading"], []
-    if content.models:
+    if content.models and content.is_of_texts:
         settings = content.models[0].measurements.settings
         documents, tokens = settings["documents"], settings["special_tokens"]
         paragraphs.append(f"{texts[f'documents_{documents}']} {texts[f'tokens_{tokens}']}")
+    elif content.models:
+        paragraphs.append(" ".join(compare.describe_points(content.models[0].measurements)))
     axis_note = texts.get(content.axis.name.replace(" ", "_"), texts["step"])
-    return [*paragraphs, axis_note, texts["isotropy"], _explain_intervals(content)]
+    isotropy = texts["isotropy"].format_map(content.words)
+    return [*filter(None, paragraphs), axis_note, isotropy, _explain_intervals(content)]
 
 
 def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
@@ -286,13 +321,14 @@ def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
 
 def _explain_intervals(content: PageContent) -> str:
     if content.models and not any(model.has_errors for model in content.models):
-        return str(TEXTS["reading"]["no_intervals"])
+        return str(TEXTS["reading"]["no_intervals"]).format_map(content.words)
     groups = {model.num_groups for model in content.models} - {0} or {ASSUMED_GROUPS}
     quantiles = list_names([f"{t_quantile(count - 1):.2f} for {count} groups" for count in sorted(groups)])
-    return str(TEXTS["reading"]["intervals"].format(quantiles=quantiles))
+    return str(TEXTS["reading"]["intervals"].format(**content.words, quantiles=quantiles))
 
 
-def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
+def describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
+    """Return sentences on how the differences from the first model got their errors, or why there are none."""
     first, *others = models
     labels_by_method: dict[str, list[str]] = {}
     sentences = []
@@ -300,8 +336,10 @@ def _describe_error_methods(models: Sequence[MeasuredModel]) -> list[str]:
         if reason := compare.explain_no_differences(first, other):
             sentences.append(reason)
         else:
-            labels_by_method.setdefault(compare.choose_error_method(first, other), []).append(other.label)
+            method = compare.choose_error_method(first, other)
+            has_ids = compare.have_same_texts(first, other)
+            labels_by_method.setdefault(method if has_ids else "no_ids", []).append(other.label)
     return sentences + [
-        TEXTS["reading"][method].format(others=list_names(labels), first=first.label)
+        TEXTS["reading"][method].format(**first.words, others=list_names(labels), first=first.label)
         for method, labels in labels_by_method.items()
     ]

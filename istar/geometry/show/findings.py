@@ -10,14 +10,16 @@ from operator import itemgetter
 
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show import compare
-from istar.geometry.show.compare import MeasuredModel, join_names, list_names
+from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.measures.catalogue import MEASURES, Measure
 from istar.runs.names import FINAL_NORM
 
 MAX_LINES = 5
-_TOKENS_PER_DIMENSION = 10
-"""With fewer tokens per dimension, IsoScore and the ranks are clearly too low."""
+_POINTS_PER_DIMENSION, _GROUPS_PER_DIMENSION = 10, 1
+"""With fewer points per dimension, IsoScore and the ranks are clearly too low. With fewer groups, they are as low
+however many points there are, if the points of a group have a correlation of 0.3 or more: all of them then count as at
+most 1 / 0.3² points that do not depend on each other."""
 _SMALLEST = 1e-3
 """Lower bound of small unusual values, which keeps their excess finite."""
 _COMPARED = [measure for measure in MEASURES if measure.compared]
@@ -35,9 +37,10 @@ def find_flags(measured: Measurements) -> list[str]:
 
 def _describe_undefined(measured: Measurements) -> list[str]:
     norms, ratios = (_find_values(measured, name) for name in ("average_norm", "participation_ratio"))
-    equal = [name_layer(layer) for layer, norm in norms.items() if norm >= 0 and math.isnan(ratios[layer])]
+    equal = [name_state(measured, layer) for layer, norm in norms.items() if norm >= 0 and math.isnan(ratios[layer])]
+    vectors = TEXTS["words"][measured.kind]["vectors"]
     lines = (
-        [f"All hidden states of {join_names(equal)} are equal, so that measures of variance are undefined."]
+        [f"All {vectors} of {join_names(equal)} are equal, so that measures of variance are undefined."]
         if equal
         else []
     )
@@ -63,10 +66,11 @@ def _check_measure(measure: Measure, measured: Measurements) -> tuple[float, str
         excess = values[place] / (measure.flag_at_least or math.inf)
     if excess < 1:
         return None
-    fields = {**measured.all_texts.get(place, {}), "value": values[place], "width": measured.width, "matrix": place}
+    words = {**TEXTS["words"][measured.kind], "matrix": place, "layer": name_state(measured, place)}
+    fields = {**measured.all_texts.get(place, {}), **words, "value": values[place], "width": measured.width_of(place)}
     if measure.subject == "matrices":
         fields["centered"] = measured.matrices[place]["centered"][measure.name]
-    line = measure.flag.format(layer=name_layer(place), **fields)
+    line = measure.flag.format(**fields)
     return excess, line[0].upper() + line[1:]
 
 
@@ -110,7 +114,7 @@ def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[Measu
 
     First come the largest changes of IsoScore and InterSim of the last layer over the trainings. Then come the largest
     and the smallest values of the models with the same tokens as the first, and the most unusual measures of each. The
-    last lines are the ranges of a single model, and a warning of few tokens.
+    last lines are the ranges of a single model, and a warning of few points or groups.
     """
     is_training = any(len(training.steps) > 1 for training in trainings)
     start = "At the last checkpoint: " if is_training else ""
@@ -128,13 +132,16 @@ def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[Measu
         for rank, line in enumerate(find_flags(model.measurements))
     ]
     lines += [line for _, line in sorted(flags, key=itemgetter(0))]
-    last_lines = [line for model in models for line in _warn_of_few_tokens(model.measurements)][:1]
+    last_lines = [line for model in models for line in _warn_of_few_points(model.measurements)][:1]
     if len(models) == 1 and not is_training:
-        last_lines = [*_describe_all_layers(models[0].measurements), *last_lines]
+        measured = models[0].measurements
+        last_lines = [*_describe_largest_gap(measured), *_describe_all_layers(measured), *last_lines]
     return [*(lines or ["No measure is unusual."])[: MAX_LINES - len(last_lines)], *last_lines]
 
 
 def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]:
+    if not models[0].is_ordered and max(len(model.layers) for model in models) > 1:
+        return []  # the differences of each cloud are in the table
     values = {model.label: (model.last_layer_measures.get(measure.name, math.nan), model) for model in models}
     defined = sorted((pair for pair in values.values() if math.isfinite(pair[0])), key=lambda pair: pair[0])
     if len(defined) < 2 or defined[0][0] == defined[-1][0]:
@@ -142,9 +149,10 @@ def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]
     (low, low_model), (high, high_model) = defined[0], defined[-1]
     row = compare.find_last_difference(low_model, high_model, measure.name)
     half_width = math.nan if row is None else (row["high"] - row["low"]) / 2
+    subject, examples = measure.title + models[0].words["last_layer"], models[0].words["examples"]
     return [
-        f"{measure.title} of the last layer is largest in {high_model.label} ({high:.3g}) and smallest in "
-        f"{low_model.label} ({low:.3g}). {_describe_size('difference', high - low, half_width)}"
+        f"{subject} is largest in {high_model.label} ({high:.3g}) and smallest in "
+        f"{low_model.label} ({low:.3g}). {_describe_size('difference', high - low, half_width, examples)}"
     ]
 
 
@@ -168,13 +176,13 @@ def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Mea
     return [f"{subject} {verb} from {before:.3g} at {start} to {after:.3g} at {end}. {size}"]
 
 
-def _describe_size(noun: str, size: float, half_width: float) -> str:
+def _describe_size(noun: str, size: float, half_width: float, examples: str = "documents") -> str:
     if not math.isfinite(half_width):
         return f"The {noun} has no interval."
     interval = f"The 95% interval of the {noun}, {size:.3g} ± {half_width:.2g},"
     if size > half_width:
-        return f"{interval} does not contain 0, so that the choice of the documents does not explain it."
-    return f"{interval} contains 0, so that the choice of the documents may explain it."
+        return f"{interval} does not contain 0, so that the choice of the {examples} does not explain it."
+    return f"{interval} contains 0, so that the choice of the {examples} may explain it."
 
 
 def _describe_all_layers(measured: Measurements) -> list[str]:
@@ -183,11 +191,22 @@ def _describe_all_layers(measured: Measurements) -> list[str]:
     cosines = _format_range(_find_values(measured, "inter_sim"), 2)
     if not (isoscores and directions and cosines):
         return []
+    words = TEXTS["words"][measured.kind]
+    widths = _format_range({state: measured.width_of(state) for state in measured.all_texts}, 0)
     return [
-        f"In all layers, the variance is spread as if over {directions} of {measured.width:,} directions (IsoScore "
-        f"{isoscores}; 1 is evenly over all, 0 a single one), and two random tokens have an average cosine of "
-        f"{cosines}."
+        f"{words['variance']} is spread as if over {directions} of {widths} directions (IsoScore "
+        f"{isoscores}; 1 is evenly over all, 0 a single one), and two random {words['units']} have an average cosine "
+        f"of {cosines}."
     ]
+
+
+def _describe_largest_gap(measured: Measurements) -> list[str]:
+    if not measured.gaps:
+        return []
+    gap = max(measured.gaps, key=lambda gap: -math.inf if math.isnan(gap["distance"]) else gap["distance"])
+    subject = f"The means of the clouds {gap['first']} and {gap['second']}"
+    farthest = ", the farthest apart," if len(measured.gaps) > 1 else ""
+    return [f"{subject}{farthest} have a distance of {gap['distance']:.3g} and a cosine of {gap['cosine']:.2f}."]
 
 
 def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:
@@ -198,17 +217,33 @@ def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _warn_of_few_tokens(measured: Measurements) -> list[str]:
-    num_tokens = next(iter(measured.all_texts.values()))["points"]
-    if num_tokens >= _TOKENS_PER_DIMENSION * measured.width:
+def _warn_of_few_points(measured: Measurements) -> list[str]:
+    """Return a line on the state with the fewest points, or groups of them, for its dimensions, if they are few."""
+    words = TEXTS["words"][measured.kind]
+    shares = {}
+    for state, measures in measured.all_texts.items():
+        width = measured.width_of(state)
+        num_points, num_groups = measures["points"], measured.groups.get(state, math.inf)
+        needed = (_POINTS_PER_DIMENSION * width, _GROUPS_PER_DIMENSION * width)
+        shares[state] = min(num_points / needed[0], num_groups / needed[1]) if width else math.inf
+    state = min(shares, key=shares.__getitem__)
+    if shares[state] >= 1:
         return []
+    num_points, width = measured.all_texts[state]["points"], measured.width_of(state)
+    groups = f" in {measured.groups[state]:,} groups" if state in measured.groups else ""
+    place = f" of {name_state(measured, state)}" if measured.kind != "tokens" and len(shares) > 1 else ""
     return [
-        f"There are only {num_tokens:,.0f} tokens for {measured.width:,} dimensions: IsoScore and the ranks are too "
-        "low; measure longer texts."
+        f"There are only {num_points:,.0f} {words['units']}{place}{groups} for {width:,} dimensions: IsoScore and the "
+        f"ranks are too low; {words['more']}."
     ]
 
 
-def name_layer(tap: str) -> str:
-    """Return the name of a layer as in a sentence: "layer 3", but "the embeddings" with an article."""
-    name = tap.replace("_", " ")
-    return name if tap.startswith("layer_") else f"the {name}"
+def name_state(measured: Measurements, state: str) -> str:
+    """Return the name of a state as in a sentence: "layer 3", "the embeddings", "the cloud queries" or "the points"."""
+    if measured.kind == "points":
+        return f"the cloud {state}" if len(measured.all_texts) > 1 else "the points"
+    name = state.replace("_", " ")
+    if state.startswith("layer_"):
+        return name
+    is_module = measured.kind == "places" and state not in ("embeddings", "pooled", FINAL_NORM)
+    return f"the state {state}" if is_module else f"the {name}"

@@ -22,7 +22,7 @@ from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
 from istar.measures.catalogue import FIGURES, MEASURES, Measure, find_measure
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.similarity import Similarity
+    from istar.geometry.collect.mean_states import Similarity
 
 _BINNED = ("positions", "frequency", "scales")
 """Figures of measures that have several numbers for each layer."""
@@ -84,6 +84,13 @@ class States:
 
 
 def _choose_states(models: Sequence[MeasuredModel]) -> list[States]:
+    if models and not models[0].is_ordered:
+        several = len(models) > 1
+        return [
+            States(f"{model.label}, {cloud}" if several else cloud, model.measurements, cloud)
+            for model in models
+            for cloud in model.measurements.all_texts
+        ]
     if len(models) == 1:
         measured = models[0].measurements
         return [States(name_tap(tap), measured, tap) for tap in evenly_spaced(list(measured.all_texts))]
@@ -97,9 +104,11 @@ def plot_states(models: Sequence[MeasuredModel], ordered: bool = False) -> list[
     With `ordered`, several models are checkpoints, and a colour scale shows their order.
     """
     states = _choose_states(models)
-    options: dict[str, Any] = {"log_x": True, "ordered": ordered or len(models) == 1, "reference_label": ""}
-    if not options["ordered"]:
-        options["labels"] = tuple(model.label for model in models)
+    words = models[0].words if models else compare.TEXTS["words"]["tokens"]
+    has_order = ordered or (len(models) == 1 and models[0].is_ordered)
+    options: dict[str, Any] = {"log_x": True, "ordered": has_order, "reference_label": "", "words": words}
+    if not has_order:
+        options["labels"] = tuple(state.label for state in states)
     spectra, scales, norms = [], [], []
     for form in ("raw", "centered"):
         lines = []
@@ -117,22 +126,30 @@ def plot_states(models: Sequence[MeasuredModel], ordered: bool = False) -> list[
         if (histogram := state.find("norms")) and histogram["counts"]:
             norms.append(_make_norm_line(state.label, histogram))
     scale_panels = [Panel("Gride dimension", scales)] if scales else []
-    norm_panels = [Panel("tokens, percent", norms)] if norms else []
+    norm_panels = [Panel(f"{words['units']}, percent", norms)] if norms else []
     return [
         make_figure("spectra", spectra, "number of the singular value", **options, log_y=True, share_axes=True),
         make_figure("scales", scale_panels, "number n of the nearer neighbour", **options),
         make_figure("state_norms", norm_panels, "norm", "ridges", **options),
-        make_figure("positions", _make_bin_panels(states, "by_position"), "position of the token", **options),
+        make_figure("positions", _make_bin_panels(states, "by_position"), "position of the {unit}", **options),
         make_figure(
             "frequency", _make_bin_panels(states, "by_frequency"), "occurrences of the token's type", **options
         ),
     ]
 
 
-def make_figure(name: str, panels: Sequence[Panel], x_label: str, kind: str = "line", **options: Any) -> Plot:
-    """Return a plot with the title and the caption of the table of measures."""
+def make_figure(
+    name: str,
+    panels: Sequence[Panel],
+    x_label: str,
+    kind: str = "line",
+    words: Mapping[str, object] | None = None,
+    **options: Any,
+) -> Plot:
+    """Return a plot with the title and the caption of the table of measures, with `words` for the names in braces."""
     figure = FIGURES[name]
-    return Plot(name, figure.title, figure.caption, kind, x_label, tuple(panels), **options)
+    title, caption, x_label = (text.format_map(words or {}) for text in (figure.title, figure.caption, x_label))
+    return Plot(name, title, caption, kind, x_label, tuple(panels), **options)
 
 
 def _make_norm_line(label: str, histogram: Mapping[str, Sequence[float]]) -> Line:
@@ -187,26 +204,29 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
 def plot_differences(models: Sequence[MeasuredModel]) -> Plot:
     """Return a plot of the differences of each model's last layer from the first model, with 95% intervals."""
     first, *others = models
-    rows = filter(itemgetter("is_last"), compare.compute_all_differences(models))
-    row_by_key = {(row["model"], row["measure"]): row for row in rows}
+    rows_by_key: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in filter(itemgetter("is_last"), compare.compute_all_differences(models)):
+        rows_by_key.setdefault((row["model"], row["measure"]), []).append(row)
     panels = []
     for name in SUMMARY_MEASURES:
         # A point at 0 puts the first model into the legend, which then names all models.
         lines = [Line(first.label, (0.0,), (0.0,))]
         for position, model in enumerate(others, start=1):
-            if row := row_by_key.get((model.label, name)):
-                half_width = (row["high"] - row["low"]) / 2
-                lines.append(Line(model.label, (float(position),), (row["difference"],), y_error=(half_width,)))
+            if rows := rows_by_key.get((model.label, name)):
+                # The clouds of a model are next to each other.
+                xs = tuple(position + 0.6 * index / len(rows) for index in range(len(rows)))
+                half_widths = tuple((row["high"] - row["low"]) / 2 for row in rows)
+                lines.append(Line(model.label, xs, tuple(row["difference"] for row in rows), y_error=half_widths))
         if len(lines) > 1:
             panel = Panel(f"difference of {MEASURE_TITLES[name]}", lines)
             panels.append(replace(panel, horizontal_line=(0.0, "no difference")))
     no_ticks = dict.fromkeys(map(float, range(len(models))), "")
     labels = tuple(model.label for model in models)
-    plot = make_figure("differences", panels, "", "points", x_names=no_ticks, labels=labels, reference_label="")
-    return replace(plot, title=plot.title.format(first=first.label), caption=plot.caption.format(first=first.label))
+    words = {**first.words, "first": first.label}
+    return make_figure("differences", panels, "", "points", words, x_names=no_ticks, labels=labels, reference_label="")
 
 
-def plot_similarity(similarities: Sequence["Similarity"]) -> Plot:
+def plot_similarity(similarities: Sequence["Similarity"], words: Mapping[str, str]) -> Plot:
     """Return heatmaps of CKA between the layers of two models, with a panel for each pair of models."""
     panels = []
     for similarity in similarities:
@@ -214,6 +234,5 @@ def plot_similarity(similarities: Sequence["Similarity"]) -> Plot:
         lines = [Line(name_tap(tap), tuple(map(float, range(len(values)))), values) for tap, values in rows]
         panel = Panel(f"{similarity.first} (rows)", lines, f"{similarity.second} (columns)")
         panels.append(replace(panel, column_names=tuple(map(name_tap, similarity.second_taps))))
-    plot = make_figure("similarity", panels, "", "heatmap")
-    documents = f"{similarities[0].documents:,}" if similarities else "some"
-    return replace(plot, caption=plot.caption.format(documents=documents))
+    count = f"{similarities[0].documents:,}" if similarities else "some"
+    return make_figure("similarity", panels, "", "heatmap", {**words, "count": count})

@@ -21,7 +21,7 @@ from istar.geometry.show.model_figures import FORM_TITLES, MEASURE_TITLES, name_
 from istar.measures.catalogue import MEASURES
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.similarity import Similarity
+    from istar.geometry.collect.mean_states import Similarity
 
 _MAX_ROWS = 80
 """Most rows of a text in the page's table of layers if there are several; the files have all rows."""
@@ -53,14 +53,16 @@ def _make_entry(value: Any) -> Entry:
     return number_entry(value)
 
 
-def _make_sheet(name: str, shown: pd.DataFrame, frame: pd.DataFrame) -> Sheet:
+def _make_sheet(name: str, shown: pd.DataFrame, frame: pd.DataFrame, words: Mapping[str, str] | None = None) -> Sheet:
     """Return a table that shows the data frame `shown`; its CSV file has the unrounded numbers of `frame`."""
     rows = [[_make_entry(value) for value in row] for row in shown.itertuples(index=False)]
-    return Sheet(name, *_get_texts(name), tuple(map(column_header, map(str, shown))), {"": rows}, frame)
+    return Sheet(name, *_get_texts(name, words or {}), tuple(map(column_header, map(str, shown))), {"": rows}, frame)
 
 
-def _get_texts(name: str) -> tuple[str, str]:
-    return TEXTS["tables"][name]["title"], TEXTS["tables"][name]["caption"]
+def _get_texts(name: str, words: Mapping[str, str]) -> tuple[str, str]:
+    """Return the title and the caption of a table, with `words` for the names in braces."""
+    title, caption = (str(TEXTS["tables"][name][part]).format_map(words) for part in ("title", "caption"))
+    return title, caption
 
 
 def join_sheets(models: Sequence[MeasuredModel], build: Callable[[Measurements], Sheet]) -> Sheet:
@@ -108,10 +110,11 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         notes = ("All texts together; the files have each text.",)
     if len(groups) == 1:
         rows_by_group = {"": next(iter(rows_by_group.values()))}
+    words = models[0].words
     return Sheet(
         "layers",
-        *_get_texts("layers"),
-        ("layer", "tokens", *map(column_header, names)),
+        *_get_texts("layers", words),
+        (words["state"], words["units"], *map(column_header, names)),
         rows_by_group,
         frame,
         notes,
@@ -128,7 +131,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     rows, shown = [], []
     for model in models:
         measurements, measures = model.measurements, model.last_layer_measures
-        measures_by_form = measurements.matrices[model.prediction_matrix]
+        measures_by_form = measurements.matrices.get(model.prediction_matrix, {})
         final_norm = measurements.final_norm or {}
         row = {
             "model": model.label,
@@ -139,7 +142,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
             **{name: measures.get(name, math.nan) for name in compare.SUMMARY_MEASURES},
             "matrix": model.prediction_matrix,
             **{f"partition_{form}": matrix["partition_isotropy_both"] for form, matrix in measures_by_form.items()},
-            "norm_ratio": measures_by_form["raw"]["norm_ratio"],
+            "norm_ratio": measures_by_form["raw"]["norm_ratio"] if measures_by_form else math.nan,
             "gain": final_norm.get("gain", math.nan),
             "bias": final_norm.get("bias", math.nan),
         }
@@ -183,18 +186,19 @@ def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     for row in filter(itemgetter("is_last"), rows):
         numbers = [number_entry(row["value"]), number_entry(row["value_of_first"])]
         difference = number_entry(row["difference"], (row["high"] - row["low"]) / 2)
-        entries = [Entry(MEASURE_TITLES[row["measure"]]), *numbers, difference, Entry(row["method"])]
+        cloud = "" if models[0].is_ordered else f", {row['layer']}"
+        entries = [Entry(MEASURE_TITLES[row["measure"]] + cloud), *numbers, difference, Entry(row["method"])]
         rows_by_model.setdefault(row["model"], []).append(entries)
     return Sheet(
         "differences",
-        *_get_texts("differences"),
+        *_get_texts("differences", models[0].words),
         ("measure", "model", "first\nmodel", "difference", "error"),
         rows_by_model,
         pd.DataFrame(rows),
     )
 
 
-def build_similarity_sheet(similarities: Sequence["Similarity"]) -> Sheet:
+def build_similarity_sheet(similarities: Sequence["Similarity"], words: Mapping[str, str]) -> Sheet:
     """Return the table that names, for each layer of one model, the most similar layer of the other."""
     rows, shown_rows = [], []
     for similarity in similarities:
@@ -205,14 +209,14 @@ def build_similarity_sheet(similarities: Sequence["Similarity"]) -> Sheet:
             most_similar = similarity.second_taps[values.index(largest)]
             half_width = t_quantile(similarity.num_groups - 1) * error
             shown_most_similar = "\u2013" if math.isnan(largest) else name_tap(most_similar)
-            shown = {"layer of the first": name_tap(tap), "most similar of the second": shown_most_similar}
+            shown = {f"{words['state']} of the first": name_tap(tap), "most similar of the second": shown_most_similar}
             shown_rows.append({**names, **shown, "CKA": number_entry(largest, half_width)})
             rows += [
                 {**names, "layer": tap, "other_layer": other_tap, "cka": value}
                 | {"cka_error": error if other_tap == most_similar else math.nan}
                 for other_tap, value in zip(similarity.second_taps, values, strict=True)
             ]
-    return _make_sheet("similarity", pd.DataFrame(shown_rows), pd.DataFrame(rows))
+    return _make_sheet("similarity", pd.DataFrame(shown_rows), pd.DataFrame(rows), words)
 
 
 _DIMENSION_COLUMNS = {
@@ -243,7 +247,7 @@ def build_dimension_sheet(name: str, measured: Measurements) -> Sheet:
         shown[column] = shown[column].map(lambda index: Entry(str(int(index)), number=True))
     if "text" in shown:
         shown["text"] = shown["text"].map(lambda text: Entry(text, code=True))
-    return _make_sheet(name, shown, frame)
+    return _make_sheet(name, shown, frame, TEXTS["words"][measured.kind])
 
 
 def build_matrix_sheet(measured: Measurements) -> Sheet:
@@ -297,9 +301,10 @@ def build_settings_sheet(measured: Measurements) -> Sheet:
     """Return the table of the model, the texts and the settings of the pass."""
     values = {"model": measured.model["name"]}
     values |= {f"model {name}": value for name, value in measured.model.items() if name != "name"}
-    values |= {"weights": measured.weights}
+    values |= {"weights": measured.weights} if measured.weights else {}
     values |= {name: value for name, value in measured.settings.items() if name != "texts"}
-    values |= {f"text {name}": path for name, path in measured.settings["texts"].items()}
+    values |= {f"text {name}": path for name, path in measured.settings.get("texts", {}).items()}
+    values |= {f"groups of {state}": number for state, number in measured.groups.items()}
     names = [compare.SETTING_NAMES.get(name, name) for name in values]
     frame = pd.DataFrame({"setting": names, "value": map(_format_value, values.values())})
     value_entries = frame["value"].map(lambda text: Entry(text, code=True))
@@ -308,7 +313,14 @@ def build_settings_sheet(measured: Measurements) -> Sheet:
     )
 
 
+def build_gap_sheet(measured: Measurements) -> Sheet:
+    """Return the table with the distance and the cosine of the means of each pair of clouds."""
+    frame = pd.DataFrame(measured.gaps)
+    return replace(_make_sheet("gaps", frame, frame), num_row_headers=2)
+
+
 MODEL_SHEET_BUILDERS: tuple[Callable[[Measurements], Sheet], ...] = (
+    build_gap_sheet,
     partial(build_dimension_sheet, "massive"),
     partial(build_dimension_sheet, "extremes"),
     build_matrix_sheet,

@@ -1,14 +1,16 @@
 """Tables for the terminal: of a model, of several, of the checkpoints of a training, and of several trainings."""
 
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
 from istar.drawing.page_tables import number_entry
-from istar.geometry.collect.measures_file import Measurements
+from istar.drawing.terminal import make_console
+from istar.geometry.collect.measures_file import Measurements, interval_half_width
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
-from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel
+from istar.geometry.show.compare import SUMMARY_MEASURES, TEXTS, MeasuredModel, describe_points
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_tables import build_model_sheet, build_training_sheet
 from istar.models.saved_checkpoints import Checkpoint
@@ -33,19 +35,41 @@ _TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W
 
 
 def make_model_table(label: str, measured: Measurements) -> Table:
-    """Return a terminal table of the main measures of each layer, over all texts together."""
-    measures_by_tap = measured.all_texts
-    num_tokens = next(iter(measures_by_tap.values()))["points"]
-    title = f"{label} · {num_tokens:,.0f} tokens"
+    """Return a terminal table of the main measures of each layer or cloud, over all texts together."""
+    headers, values_by_tap = list_main_measures(measured)
+    words = TEXTS["words"][measured.kind]
+    counts = {measures["points"] for measures in measured.all_texts.values()}
+    title = f"{label} · {max(counts):,.0f} {words['units']}" if len(counts) == 1 else label
     matrix_texts = [
         f"{side} embeddings {form.replace('_', '-')} {number_entry(measures['partition_isotropy_both']).text}"
         for side, forms in measured.matrices.items()
         for form, measures in forms.items()
     ]
-    names = [name for name in HEADERS if any(name in measures for measures in measures_by_tap.values())]
-    values_by_tap = {tap: [measures.get(name, math.nan) for name in names] for tap, measures in measures_by_tap.items()}
-    caption = f"I(W), both signs: {'; '.join(matrix_texts)}."
-    return number_table(title, "layer", [HEADERS[name] for name in names], values_by_tap, caption)
+    matrices = [f"I(W), both signs: {'; '.join(matrix_texts)}."] if matrix_texts else []
+    rows = {tap: [value for value, _ in cells] for tap, cells in values_by_tap.items()}
+    return number_table(title, words["state"], headers, rows, " ".join([*describe_points(measured), *matrices]))
+
+
+def list_main_measures(measured: Measurements) -> tuple[list[str], dict[str, list[tuple[float, float]]]]:
+    """Return the headers of the main measures, and by state their values and the half-widths of their 95% intervals.
+
+    States with different numbers of points have these as the first column.
+    """
+    states, num_groups = measured.all_texts, int(measured.settings.get("groups") or 0)
+    headers = {name: header for name, header in HEADERS.items() if any(name in values for values in states.values())}
+    if len({measures["points"] for measures in states.values()}) > 1:
+        headers = {"points": TEXTS["words"][measured.kind]["units"], **headers}
+    cells = {
+        state: [
+            (
+                measures.get(name, math.nan),
+                interval_half_width(name, measures.get(f"{name}_error", math.nan), num_groups),
+            )
+            for name in headers
+        ]
+        for state, measures in states.items()
+    }
+    return list(headers.values()), cells
 
 
 def number_table(
@@ -69,6 +93,13 @@ def number_table(
     return table
 
 
+def render(table: Table) -> str:
+    """Return a table as plain text, with lines of at most 80 characters."""
+    file = io.StringIO()
+    make_console(file=file, width=80, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
 def make_checkpoint_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], trajectory: Trajectory) -> Table:
     """Return a table with a row for each checkpoint; a checkpoint that was not measured has no numbers."""
     rows = dict.fromkeys((checkpoint.label for checkpoint in checkpoints), [math.nan] * len(_SUMMARY_HEADERS))
@@ -78,7 +109,14 @@ def make_checkpoint_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
 
 
 def make_comparison_table(models: Sequence[MeasuredModel]) -> Table:
-    """Return a table with a row for each model."""
+    """Return a table with a row for each model, or for each cloud."""
+    if not models[0].is_ordered:
+        rows = {
+            f"{model.label} {cloud}": [measures.get(name, math.nan) for name in SUMMARY_MEASURES]
+            for model in models
+            for cloud, measures in model.layers.items()
+        }
+        return number_table("The clouds", "cloud", [HEADERS[name] for name in SUMMARY_MEASURES], rows)
     title = "The last layer of each model, and I(W) by both signs"
     return number_table(title, "model", _SUMMARY_HEADERS.values(), _summarize(models))
 

@@ -55,7 +55,7 @@ def test_a_usual_model() -> None:
 
 UNUSUAL = {
     "largest_variance_share": ({"largest_variance_share": 0.61}, "One dimension has 61% of the variance of layer 2."),
-    "inter_sim": ({"inter_sim": 0.71}, "All states of layer 2 share a direction: .* an average cosine of 0.71."),
+    "inter_sim": ({"inter_sim": 0.71}, "All hidden states of layer 2 share a direction: .* an average cosine of 0.71."),
     "isoscore": ({"isoscore": 0.01, "participation_ratio": 1.23}, "The variance of layer 2 .* over 1.2 of 24 direct"),
     "average_norm": ({"average_norm": 120.0}, "The average norm is 12 times as large in layer 2 as in the layer"),
     "largest_kurtosis": ({"largest_kurtosis": 2_345.0}, "A dimension of layer 2 .* its excess kurtosis is 2,345."),

@@ -22,9 +22,9 @@ from istar.drawing import page_folder, rendering
 from istar.errors import UserError
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file
+from istar.geometry.collect.mean_states import Similarity
 from istar.geometry.collect.measures_file import layer_frame
 from istar.geometry.collect.pass_settings import MeasureSettings
-from istar.geometry.collect.similarity import Similarity
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show import axis_figures, compare_page, model_tables
 from istar.geometry.show.compare import MeasuredModel
@@ -267,7 +267,7 @@ def test_measures_are_saved_even_if_the_page_fails(tmp_path: Path, monkeypatch: 
 
 def test_models_without_intervals_of_differences_have_a_sentence() -> None:
     other = make_model("b", text_hashes={"other": "23"})
-    [sentence] = compare_page._describe_error_methods([make_model("a"), other])
+    [sentence] = compare_page.describe_error_methods([make_model("a"), other])
     assert sentence.startswith("Differences of b from a are not computed: they were measured over different texts")
 
 

@@ -1,0 +1,172 @@
+"""Differences of several geometries from the first, for notebooks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from istar.drawing.page_tables import number_entry
+from istar.errors import UserError
+from istar.geometry.geometry import Geometry, draw_measures, load, make_html
+from istar.geometry.show import compare_page, findings, terminal_tables
+from istar.geometry.show.compare import (
+    SUMMARY_MEASURES,
+    MeasuredModel,
+    compute_all_differences,
+    describe_other_settings,
+    pair_layers,
+)
+from istar.geometry.show.model_figures import MEASURE_TITLES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from istar.geometry.collect.mean_states import Similarity
+
+_KEYS = ["label", "state", "measure"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """Differences of several geometries from the first, as `istar.compare` returns them.
+
+    Args:
+        models: the geometries with their labels; the first is the one that the others are compared with.
+        similarities: CKA of every state of one geometry with every state of another, for some pairs.
+    """
+
+    models: tuple[MeasuredModel, ...]
+    similarities: tuple[Similarity, ...] = ()
+
+    @cached_property
+    def _table(self) -> pd.DataFrame:
+        rows = pd.DataFrame(self._make_rows())
+        columns = ["model", "layer", "measure", "low", "high", "method"]
+        intervals = pd.DataFrame(compute_all_differences(self.models), columns=columns)
+        intervals = intervals.rename(columns={"model": "label", "layer": "state"})
+        return rows.merge(intervals, how="left", on=_KEYS).fillna({"method": ""})
+
+    def _make_rows(self) -> Iterator[dict[str, Any]]:
+        first, *others = self.models
+        for other in others:
+            for first_state, state in pair_layers(first, other):
+                before, after = first.measurements.all_texts[first_state], other.measurements.all_texts[state]
+                for name in MEASURE_TITLES:
+                    if name in before and name in after:
+                        keys = {"label": other.label, "state": state, "measure": name}
+                        values = {"first": before[name], "other": after[name], "difference": after[name] - before[name]}
+                        yield {**keys, **values}
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each other geometry, state and measure, as a new data frame at each access.
+
+        The columns are `label`, `state`, `measure`, `first` and `other` (the two values), their `difference`, the ends
+        `low` and `high` of its 95% interval, and `method`: `paired` if both have the same examples in the same groups,
+        else `independent`. Without an interval, low and high are NaN, and the method is empty. Clouds are paired by
+        name, models with the same number of layers layer by layer, and other models at their last layers.
+        """
+        return self._table.copy()
+
+    @property
+    def similarity(self) -> Mapping[tuple[str, str], pd.DataFrame]:
+        """CKA by pair of labels: the states of the first are the index, and those of the second the columns."""
+        return {
+            (pair.first, pair.second): pd.DataFrame(pair.values, pair.first_taps, pair.second_taps)
+            for pair in self.similarities
+        }
+
+    @cached_property
+    def findings(self) -> tuple[str, ...]:
+        """Sentences on the largest differences and unusual values, on other settings, and on the intervals."""
+        return (
+            *findings.describe_findings(self.models),
+            *describe_other_settings(self.models),
+            *compare_page.describe_error_methods(self.models),
+        )
+
+    def plot(self, *measures: str) -> Figure:
+        """Draw a panel for each measure, with a line for each geometry over the relative depth; see `Geometry.plot`."""
+        return draw_measures(self.models, measures)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write what `istar compare` writes: index.html with its figures and tables, and comparison.csv.
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            UserError: if the folder cannot be written, or has files of another origin in their places.
+        """
+        return compare_page.write_comparison(self.models, Path(folder), self.similarities)
+
+    def __repr__(self) -> str:
+        return terminal_tables.render(terminal_tables.make_comparison_table(self.models))
+
+    def _repr_html_(self) -> str:
+        header = ["label", "state", "measure", self.models[0].label, "other", "difference", "method"]
+        rows = []
+        for row in self._table[self._table["measure"].isin(SUMMARY_MEASURES)].to_dict("records"):
+            difference = number_entry(row["difference"], (row["high"] - row["low"]) / 2)
+            numbers = [number_entry(row["first"]), number_entry(row["other"]), difference]
+            names = [row["label"], row["state"], MEASURE_TITLES[row["measure"]]]
+            rows.append([*names, *(number.text for number in numbers), row["method"]])
+        return make_html(" and ".join(model.label for model in self.models), header, rows, self.findings)
+
+
+def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: bool | None = None) -> Comparison:
+    """Compare two geometries or more with the first.
+
+        comparison = istar.compare({"base": "geometry/base", "tuned": geometry})
+        comparison.table.query("measure == 'isoscore'")
+
+    Args:
+        geometries: by label, as objects or as the folders of `istar measure`. Measure models first.
+        similarity: whether to compute CKA of the mean states of the examples with equal ids, for every state with every
+            state of each pair. None: where examples were kept and at least 4 ids are equal.
+
+    Returns:
+        The differences with their 95% intervals. They are paired, by the jackknife over the same groups, if both were
+        measured over the same examples: over equal texts, or with equal `ids`. Otherwise the squares of the errors are
+        added, and a finding says so.
+
+    Raises:
+        UserError: for fewer than two geometries, clouds with models, no common state, and with `similarity=True` for
+            examples that were not kept or have other ids.
+    """
+    if len(geometries) < 2:
+        raise UserError(f"{len(geometries)} geometries cannot be compared; expected two or more, by label")
+    loaded = {label: value if isinstance(value, Geometry) else load(value) for label, value in geometries.items()}
+    models = tuple(MeasuredModel(label, geometry.measurements) for label, geometry in loaded.items())
+    for model in models[1:]:
+        if model.is_ordered != models[0].is_ordered:
+            kinds = f"{models[0].label} has {models[0].words['states']}, {model.label} has {model.words['states']}"
+            raise UserError(f"{kinds}; expected geometries of the same kind")
+        if not pair_layers(models[0], model):
+            names = ", ".join(loaded[model.label].states)
+            raise UserError(f"{model.label} ({names}) has no state of {models[0].label}; expected equal names")
+    pairs = itertools.combinations(loaded.items(), 2)
+    return Comparison(models, tuple(_compare_examples(pairs, similarity)) if similarity is not False else ())
+
+
+def _compare_examples(
+    pairs: Iterator[tuple[tuple[str, Geometry], tuple[str, Geometry]]], similarity: bool | None
+) -> Iterator[Similarity]:
+    for (first_label, first), (second_label, second) in pairs:
+        if first.examples is None or second.examples is None:
+            if similarity:
+                label = first_label if first.examples is None else second_label
+                raise UserError(
+                    f"{label} has no mean states of examples; measure it again, and save(..., examples=True)"
+                )
+            continue
+        from istar.geometry.collect.mean_states import MIN_EXAMPLES, compare_examples  # loads torch
+
+        if similarity or len(set(first.examples.ids) & set(second.examples.ids)) >= MIN_EXAMPLES:
+            yield compare_examples(first_label, first.examples, second_label, second.examples)

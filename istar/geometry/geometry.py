@@ -1,0 +1,283 @@
+"""What was measured, as an object for notebooks: tables, findings, figures, verdicts and files."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from istar.drawing.page_tables import number_entry
+from istar.drawing.plot import Plot
+from istar.errors import UserError, did_you_mean
+from istar.geometry import checks
+from istar.geometry.checks import Bounds, Violation
+from istar.geometry.collect.measures_file import JSON_FILE, TRAJECTORY_FILE, Measurements, read_measurement
+from istar.geometry.show import axis_figures, compare_page, findings, model_figures, terminal_tables
+from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel, describe_points, name_model
+from istar.geometry.show.measured_training import MeasuredTraining, read_trainings
+from istar.measures.catalogue import MEASURES, find_measure
+from istar.models.saved_checkpoints import ModelArgument
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from istar.geometry.collect.mean_states import Examples
+
+_COLUMNS = [measure.name for measure in MEASURES if measure.subject == "layers"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Geometry:
+    """What was measured: a row for each state, a column for each measure. It does not change.
+
+    `istar.load` reads one from a folder of `istar measure`.
+
+    Args:
+        measurements: the measures and their settings.
+        examples: mean states of the first examples, for CKA; None if they were not kept.
+        training: the measures at the checkpoints of a training, of which `measurements` are the last ones.
+    """
+
+    measurements: Measurements
+    examples: Examples | None = None
+    training: MeasuredTraining | None = None
+
+    @property
+    def label(self) -> str:
+        """Short name of what was measured."""
+        return name_model(self.measurements.model)
+
+    @cached_property
+    def _model(self) -> MeasuredModel:
+        return MeasuredModel(self.label, self.measurements)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the states, from the input to the output, or of the clouds."""
+        return tuple(self.measurements.all_texts)
+
+    @cached_property
+    def _table(self) -> pd.DataFrame:
+        if self.training is not None:
+            rows = self.training.table.dropna(subset="source").astype({"step": int})
+            rows = rows.rename(columns={"source": "text", "layer": "state"})
+        else:
+            sources = self.measurements.sources
+            rows = pd.DataFrame(
+                {"text": text, "state": state, **measures}
+                for text, measures_by_state in sources.items()
+                for state, measures in measures_by_state.items()
+            )
+        keys = ["step"] if self.training is not None else []
+        keys += ["text", "state"] if rows["text"].nunique() > 1 else ["state"]
+        names = [name for name in _COLUMNS if name in rows]
+        columns = sorted(names, key=lambda name: name.endswith("_error"))  # the sort is stable
+        return rows.set_index(keys)[columns]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The measures as a data frame, a new one at each access.
+
+        The index is `state`; with several texts `text` and `state`, and of a training `step` comes first. The columns
+        are the measures in the order of the table of measures, and then `<measure>_error` for those with a standard
+        error. `points` is the number of points. Undefined values are NaN.
+        """
+        return self._table.copy()
+
+    @cached_property
+    def findings(self) -> tuple[str, ...]:
+        """At most five sentences on what is unusual, as the page begins with."""
+        trainings = [] if self.training is None else [self.training]
+        return tuple(findings.describe_findings([self._model], trainings))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides the values: the model, its dtype and device, the texts or the source, the seed and so on."""
+        model = {("model" if name == "name" else name): value for name, value in self.measurements.model.items()}
+        return MappingProxyType({**model, **self.measurements.settings})
+
+    @cached_property
+    def spectra(self) -> Mapping[str, np.ndarray]:
+        """Singular values of the centered points by state, `(d,)`, float64, descending, over all texts together."""
+        spectra = self.measurements.spectra.get(self.measurements.combined_key, {})
+        arrays = {state: np.array(forms["centered"]) for state, forms in spectra.items()}
+        for array in arrays.values():
+            array.setflags(write=False)
+        return MappingProxyType(arrays)
+
+    def __getitem__(self, measure: str) -> pd.Series:
+        """Return the values of a measure by state. An unknown name is a KeyError that suggests a similar one."""
+        if measure not in self._table:
+            raise KeyError(f"{measure!r} was not measured{did_you_mean(measure, map(str, self._table))}")
+        return self._table[measure].copy()
+
+    def interval(self, measure: str) -> pd.DataFrame:
+        """Return the columns `value`, `low` and `high` by state: the 95% interval of a measure.
+
+        Low and high are NaN without a standard error. An unknown measure is a KeyError, as for `geometry[measure]`.
+        """
+        self[measure]
+        return checks.make_intervals(self._table, measure, self._num_groups)
+
+    @property
+    def _num_groups(self) -> int:
+        return self._model.num_groups if self.training is None else self.training.num_groups
+
+    def check(
+        self,
+        bounds: Mapping[str, Bounds] | Mapping[str, Mapping[str, Bounds]] | None = None,
+        /,
+        *,
+        states: str | Sequence[str] = "*",
+        **more: Bounds,
+    ) -> list[Violation]:
+        """Return the measures that are beyond their bounds.
+
+        A bound trips only if the whole 95% interval is beyond it; without a standard error, if the value is. An
+        undefined value always trips. Print a violation for a line that says so.
+
+            if geometry.check(isoscore=(0.05, None), states="layer_*"): ...
+
+        Args:
+            bounds: smallest and largest value by measure, with None for no bound; or the result of
+                `istar.geometry.checks.read_checks`, which has them by pattern of states.
+            states: names of states, or patterns in which `*` stands for any characters.
+            more: bounds by measure.
+
+        Raises:
+            UserError: if a measure was not measured, no state matches a pattern, or bounds are not a pair of numbers.
+        """
+        by_pattern: dict[str, Mapping[str, Bounds]] = {}
+        by_measure = dict(more)
+        for name, value in (bounds or {}).items():
+            if isinstance(value, Mapping):
+                by_pattern[name] = value
+            else:
+                by_measure[name] = value
+        if by_pattern and (by_measure or states != "*"):
+            raise UserError("bounds by state do not go with other bounds or states=; expected one of both")
+        patterns = [states] if isinstance(states, str) else states
+        by_pattern = by_pattern or dict.fromkeys(patterns, by_measure)
+        return list(checks.find_violations(self._table, self._num_groups, by_pattern))
+
+    def plot(self, *measures: str) -> Figure:
+        """Draw a panel for each measure with its 95% intervals, as on the page: lines over layers or bars for clouds.
+
+        By default, the measures are those that compare models. `"spectrum"`, alone, draws the singular values. The
+        figure is not registered with pyplot, so that a notebook shows it once.
+
+        Raises:
+            UserError: for an unknown measure, one without a finite value, or `"spectrum"` with others.
+        """
+        return draw_measures([self._model], measures, self.training)
+
+    def save(self, folder: str | Path, *, examples: bool = False) -> Path:
+        """Write what `istar measure` writes: index.html with its figures and tables, measures.csv and measures.json.
+
+        Each file is replaced atomically.
+
+        Args:
+            folder: folder, which is created if needed. Files of other origin in it stay.
+            examples: whether to write the mean states of the examples, too, which `istar.compare` needs for CKA.
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            UserError: if the folder has other measures or cannot be written, or `examples` were not kept.
+        """
+        if self.training is not None:
+            raise UserError("the measures of a training are in the folder that they were loaded from; copy it")
+        if examples and self.examples is None:
+            raise UserError("no mean states of examples were kept; expected examples=False, or to measure again")
+        content = self.examples.to_bytes() if examples and self.examples is not None else None
+        return compare_page.write_model(self.measurements, Path(folder), examples=content)
+
+    def __repr__(self) -> str:
+        return terminal_tables.render(terminal_tables.make_model_table(self.label, self.measurements))
+
+    def _repr_html_(self) -> str:
+        headers, cells_by_state = terminal_tables.list_main_measures(self.measurements)
+        rows = [[state, *(number_entry(*cell).text for cell in cells)] for state, cells in cells_by_state.items()]
+        notes = [*self.findings, *describe_points(self.measurements)]
+        return make_html(self.label, [self._model.words["state"], *headers], rows, notes)
+
+
+def draw_measures(
+    models: Sequence[MeasuredModel], measures: Sequence[str], training: MeasuredTraining | None = None
+) -> Figure:
+    """Draw measures of models, or at the checkpoints of a training; see `Geometry.plot`."""
+    from istar.drawing import rendering  # loads matplotlib
+
+    if "spectrum" in measures:
+        if len(measures) > 1:
+            raise UserError("spectrum has another axis than the other measures; expected it alone")
+        return rendering.draw(_find_spectra(models))
+    axis = axis_figures.make_layer_axis(models) if training is None else axis_figures.make_step_axis([training])
+    width = max(model.measurements.width for model in models)
+    panels = []
+    for name in measures or [name for name in SUMMARY_MEASURES if name in axis.points]:
+        panel = axis_figures.make_axis_panels(axis, find_measure(name), width)
+        if not panel and measures:
+            raise UserError(f"{name} has no finite value; expected another measure")
+        panels += panel
+    if not panels:
+        raise UserError("no measure has a finite value; expected points that differ from each other")
+    return rendering.draw(axis.make_plot("isotropy", panels))
+
+
+def _find_spectra(models: Sequence[MeasuredModel]) -> Plot:
+    plot = next(plot for plot in model_figures.plot_states(models) if plot.name == "spectra")
+    if not plot.panels:
+        raise UserError("there is no spectrum with finite values; expected another measure")
+    return plot
+
+
+def make_html(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str]) -> str:
+    """Return a table, and sentences below it, as HTML for a notebook."""
+
+    def join(tag: str, texts: Iterable[str]) -> str:
+        return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+
+    head, items = join("th", header), join("li", notes)
+    body = "".join(f"<tr>{join('th', row[:1])}{join('td', row[1:])}</tr>" for row in rows)
+    return (
+        f"<table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"<ul>{items}</ul>"
+    )
+
+
+def load(path: str | Path) -> Geometry:
+    """Return what `Geometry.save` or `istar measure` wrote to a folder.
+
+    A folder with the checkpoints of a training gives a table with the index `step`, `state`. `istar.load_runs` reads
+    training runs.
+
+        geometry = istar.load("geometry")
+        geometry.table.loc["layer_3", "isoscore"]
+
+    Args:
+        path: the folder, or its measures.json.
+
+    Raises:
+        UserError: if there are no measures, a file is damaged, or it has another version.
+    """
+    folder = Path(path).parent if Path(path).name == JSON_FILE else Path(path)
+    if (folder / TRAJECTORY_FILE).is_file() and not (folder / JSON_FILE).is_file():
+        [training] = read_trainings([ModelArgument("", str(folder))])
+        if not training.checkpoints:
+            raise UserError(f"{folder} lacks the folders of its first or last checkpoint; measure the training again")
+        return Geometry(training.checkpoints[-1].measurements, training=training)
+    measurements = read_measurement(folder / JSON_FILE)
+    if not (folder / compare_page.EXAMPLES_FILE).is_file():
+        return Geometry(measurements)
+    from istar.geometry.collect.mean_states import read_examples  # loads torch
+
+    return Geometry(measurements, read_examples(folder / compare_page.EXAMPLES_FILE))
