@@ -56,7 +56,9 @@ def join_examples(sums_by_source: Mapping[str, Mapping[str, tuple[Tensor, Tensor
     `sums_by_source` has results of `SourceSums.compute_examples` by what identifies the source. An example's id is the
     source and its label, or else its index there.
     """
-    ids, groups, means = [], [], dict[str, list[Tensor]]()
+    ids: list[str] = []
+    groups: list[str] = []
+    means: dict[str, list[Tensor]] = {}
     for source, sums_by_state in sums_by_source.items():
         counts, _ = next(iter(sums_by_state.values()))
         kept = counts.nonzero().squeeze(1)
