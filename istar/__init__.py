@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     from istar.measures import isoscore_unbiased as isoscore_unbiased
     from istar.regularizers import *  # noqa: F403
     from istar.reports.run_frame import load_runs as load_runs
+    from istar.vectors.transforms import AllButTheTop as AllButTheTop
+    from istar.vectors.transforms import Centering as Centering
+    from istar.vectors.transforms import Transform as Transform
+    from istar.vectors.transforms import Whitening as Whitening
 
 __version__ = "0.1.0"
 
 _MODULE_BY_NAME = {
+    "AllButTheTop": "istar.vectors.transforms",
+    "Centering": "istar.vectors.transforms",
+    "Transform": "istar.vectors.transforms",
     "UserError": "istar.errors",
+    "Whitening": "istar.vectors.transforms",
     "isoscore": "istar.measures",
     "isoscore_star": "istar.measures",
     "isoscore_unbiased": "istar.measures",

@@ -18,7 +18,7 @@ from istar.embeddings import token_frequencies, wordsim
 from istar.errors import UserError, shorten
 from istar.files.folders import split_label
 from istar.files.outputs import Output
-from istar.measures import all_but_the_top, centered, scaled_centered
+from istar.measures import all_but_the_top, scaled_centered
 from istar.measures.matrix_forms import measure_forms, measure_matrix, project_rows
 from istar.measures.numerics import row_norms, upcast_blocks
 from istar.measures.spectrum import decompose_rows
@@ -27,14 +27,15 @@ from istar.models.embedding_matrix import Matrix, Side, read_matrix
 from istar.models.model_source import ModelSource
 from istar.models.saved_checkpoints import ModelArgument, check_distinct_labels
 from istar.texts.corpus import Source
+from istar.vectors.transforms import AllButTheTop, Centering
 
 MATRIX_FILES = ("embeddings.safetensors", "tokens.txt")
 MODEL_FOLDER = "model"
 FORM_FUNCTIONS: dict[str, Callable[[Tensor, int | None], Tensor]] = {
     "raw": lambda matrix, _: matrix,
-    "centered": lambda matrix, _: centered(matrix),
+    "centered": lambda matrix, _: Centering().fit(matrix).transform(matrix),
     "scaled_centered": lambda matrix, _: scaled_centered(matrix),
-    "all_but_the_top": all_but_the_top,
+    "all_but_the_top": lambda matrix, components: AllButTheTop(components).fit(matrix).transform(matrix),
     "all_but_the_top_published": lambda matrix, components: all_but_the_top(matrix, components, "published"),
 }
 """Post-processing by the name of its form: a function of the matrix and of the number of components to remove.

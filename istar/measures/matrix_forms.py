@@ -32,7 +32,7 @@ def measure_forms(
         spectra: result of `decompose_rows`, or its entry `raw`.
         components: number of directions to remove for the third form; None is the default of `all_but_the_top`.
     """
-    num_removed = count_top_components(matrix.shape[1]) if components is None else components
+    num_removed = count_top_components(matrix.shape[1], components)
     removed_by_form = {"raw": {"raw": 0}, "centered": {"centered": 0, "post_processed": num_removed}}
     return {
         form: measures
@@ -103,8 +103,14 @@ def project_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum], max_rows: i
     rows = matrix[row_ids.to(matrix.device)].to(accumulation_dtype(matrix.device))
     projection: dict[str, Any] = {"ids": row_ids.tolist()}
     for form, spectrum in spectra.items():
-        axes = spectrum.vectors[:, :2]
-        # The sign of a singular vector is arbitrary. It is fixed by making the largest coordinate positive.
-        axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
+        axes = fix_signs(spectrum.vectors[:, :2])
         projection[form] = [round_digits(column, 4) for column in ((rows - spectrum.origin) @ axes).T.tolist()]
     return projection
+
+
+def fix_signs(axes: Tensor) -> Tensor:
+    """Return axes `(d, k)`, a column each, with the sign that makes the largest coordinate positive.
+
+    The sign of a singular vector or eigenvector is arbitrary.
+    """
+    return axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()

@@ -80,24 +80,32 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
     if variant not in get_args(Variant):
         raise UserError(f"variant is {variant!r}; expected one of {', '.join(get_args(Variant))}")
     numerics.check_matrix(embeddings, "embeddings")
-    dim = embeddings.shape[1]
-    components = count_top_components(dim) if components is None else components
-    if not 0 <= components <= dim:
-        raise UserError(f"components is {components}; expected 0 to {dim}, the number of dimensions")
+    components = count_top_components(embeddings.shape[1], components)
     with numerics.full_precision(embeddings.device):
         spectrum = decompose_rows(embeddings, ["centered"])["centered"]
         mean, top_directions = spectrum.origin, spectrum.vectors[:, :components]
 
-        def remove_components(block: Tensor) -> Tensor:
-            centered = block - mean
-            return centered - (centered if variant == "corrected" else block) @ top_directions @ top_directions.T
-
-        return _transform_by_block(embeddings, remove_components)
+        if variant == "corrected":
+            return _transform_by_block(embeddings, lambda block: remove_directions(block - mean, top_directions))
+        return _transform_by_block(embeddings, lambda block: remove_directions(block, top_directions) - mean)
 
 
-def count_top_components(dim: int) -> int:
-    """Return the number of components that `all_but_the_top` removes by default, ceil(d / 100)."""
-    return math.ceil(dim / 100)
+def remove_directions(rows: Tensor, directions: Tensor) -> Tensor:
+    """Return rows `(n, d)` without their projections onto orthonormal directions, the columns of a matrix `(d, D)`."""
+    return rows - rows @ directions @ directions.T
+
+
+def count_top_components(dim: int, components: int | None = None) -> int:
+    """Return the number of components that `all_but_the_top` removes, by default ceil(d / 100).
+
+    Raises:
+        UserError: if `components` is not from 0 to d.
+    """
+    if components is None:
+        return math.ceil(dim / 100)
+    if not 0 <= components <= dim:
+        raise UserError(f"components is {components}; expected 0 to {dim}, the number of dimensions")
+    return components
 
 
 def _transform_by_block(embeddings: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,0 +1,340 @@
+"""Files of vectors: .npy, .npz, .safetensors, .pt, .pth, .parquet and .jsonl, each read in blocks."""
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from istar.errors import UserError, did_you_mean, shorten
+from istar.files.writing import refuse_special_file
+from istar.vectors.cloud import (
+    MIN_CLOUD_POINTS,
+    Cloud,
+    check_cloud,
+    check_num_points,
+    cloud_of_array,
+    cloud_of_slices,
+    cloud_of_tensor,
+    spread,
+)
+
+_SPREAD_GROUPS = 16
+"""Most row groups of a .parquet file of which `read_spread_rows` reads the beginning."""
+
+
+class _Matrix(NamedTuple):
+    """A tensor or a column of a file. It is a matrix of points if it has two dimensions and is floating."""
+
+    shape: Sequence[int | None]  # None where only reading tells
+    dtype: str
+    is_floating: bool
+    open: Callable[[str], Cloud]  # makes the cloud with this name
+
+
+def is_vector_file(source: str | Path) -> bool:
+    """Return whether a path ends with the suffix of a file of vectors, perhaps with `:key` after it.
+
+    >>> is_vector_file("vectors.parquet:embedding"), is_vector_file("bert-base-cased")
+    (True, False)
+    """
+    return split_key(source)[0].suffix.lower() in _LISTERS
+
+
+def split_key(source: str | Path) -> tuple[Path, str | None]:
+    """Split `<file of vectors>:<key>` into the path and the key; None without a key. What exists is never split.
+
+    >>> split_key("folder/vectors.npz:train")
+    (PosixPath('folder/vectors.npz'), 'train')
+    """
+    suffixes = "|".join(map(re.escape, _LISTERS))
+    match = re.fullmatch(rf"(.+?(?:{suffixes})):(.+)", str(source), re.IGNORECASE | re.DOTALL)
+    if match is None or Path(source).exists():
+        return Path(source), None
+    return Path(match[1]), match[2]
+
+
+def open_vector_file(source: str | Path, key: str | Sequence[str] | None = None) -> list[Cloud]:
+    """Return the clouds of the keys of a file, or its only matrix. See `istar.vectors.clouds.open_clouds`.
+
+    Arrays that are not compressed are mapped into memory, so that only what is read uses memory. A .npz file is read a
+    member at a time. Values of .jsonl are float64.
+    """
+    path, key_of_source = split_key(source)
+    if key is not None and key_of_source is not None:
+        raise UserError(f"{source} names a key, and key={key!r} too; expected one of them")
+    key = key_of_source if key is None else key
+    if path.suffix.lower() not in _LISTERS:
+        raise UserError(f"{path} is not a file of vectors; expected one of {', '.join(_LISTERS)}")
+    with explain_file_errors(path):
+        refuse_special_file(path)
+        matrices = _LISTERS[path.suffix.lower()](path)
+        keys = [_find_only_key(path, matrices)] if key is None else [key] if isinstance(key, str) else list(key)
+        return [_open(path, name, matrices) for name in keys]
+
+
+@contextmanager
+def explain_file_errors(path: Path) -> Iterator[None]:
+    """Convert whatever a library raises about a file into a `UserError` of one line that begins with the path."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path} needs {error.name}; pip install 'istar[train]'") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: there is no such file") from error
+    except Exception as error:  # the libraries have no common class of errors
+        raise UserError(
+            f"{path} cannot be read; expected a complete {path.suffix} file without pickled objects ({shorten(error)})"
+        ) from error
+
+
+def _open(path: Path, name: str, matrices: Mapping[str, _Matrix]) -> Cloud:
+    if name not in matrices:
+        known_keys = f"its keys are {_join(matrices)}" if "" not in matrices else "its only matrix has no name"
+        raise UserError(f"{path} has no key {name}{did_you_mean(name, matrices)}; {known_keys}")
+    matrix, label = matrices[name], f"{path}:{name}" if name else str(path)
+    shape = [MIN_CLOUD_POINTS if size is None else size for size in matrix.shape]
+    check_cloud(label, shape, matrix.dtype, matrix.is_floating, ".astype before they are saved")
+    check_num_points(label, shape[0])
+    cloud = matrix.open(name or path.stem)
+    check_cloud(label, (shape[0], cloud.dim), matrix.dtype, True, "")
+
+    def read_blocks(max_points: int) -> Iterator[Tensor]:
+        with explain_file_errors(path):
+            yield from cloud.read_blocks(max_points)
+
+    def read_spread_rows(max_points: int) -> Tensor:
+        with explain_file_errors(path):
+            return cloud.read_spread_rows(max_points)
+
+    return dataclasses.replace(cloud, read_blocks=read_blocks, read_spread_rows=read_spread_rows)
+
+
+def _find_only_key(path: Path, matrices: Mapping[str, _Matrix]) -> str:
+    if "" in matrices:
+        return ""
+    candidates = {name: matrix for name, matrix in matrices.items() if matrix.is_floating and len(matrix.shape) == 2}
+    if not candidates:
+        raise UserError(f"{path} has no matrix of floating numbers (n, d); its keys are {_join(matrices)}")
+    if len(candidates) > 1:
+        first = next(iter(candidates))
+        raise UserError(f"{path} has several matrices: {_join(candidates)}; name one, as in {path}:{first}")
+    return next(iter(candidates))
+
+
+def _join(matrices: Mapping[str, _Matrix]) -> str:
+    texts = [
+        f"{name} {matrix.dtype} ({', '.join('?' if size is None else str(size) for size in matrix.shape)})"
+        for name, matrix in matrices.items()
+    ]
+    return shorten(", ".join(texts)) if texts else "none"
+
+
+# ---- formats with arrays
+
+
+def _list_npy(path: Path) -> dict[str, _Matrix]:
+    import numpy as np
+
+    array = np.lib.format.open_memmap(path, mode="r")
+    return {
+        "": _Matrix(array.shape, str(array.dtype), array.dtype.kind == "f", lambda name: cloud_of_array(name, array))
+    }
+
+
+def _list_npz(path: Path) -> dict[str, _Matrix]:
+    import numpy as np
+
+    def list_member(archive: Any, member: str) -> _Matrix:
+        with archive.zip.open(f"{member}.npy") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+        return _Matrix(shape, str(dtype), dtype.kind == "f", lambda name: open_member(name, shape, member))
+
+    def open_member(name: str, shape: Sequence[int], member: str) -> Cloud:
+        def load() -> Cloud:
+            with np.load(path, allow_pickle=False) as archive:
+                return cloud_of_array(name, archive[member])
+
+        def read_blocks(max_points: int) -> Iterator[Tensor]:
+            return load().read_blocks(max_points)
+
+        # The whole member is in memory only while it is read.
+        return Cloud(name, shape[0], shape[1], read_blocks, lambda max_points: load().read_spread_rows(max_points))
+
+    with np.load(path, allow_pickle=False) as archive:
+        return {member: list_member(archive, member) for member in archive.files}
+
+
+def _list_safetensors(path: Path) -> dict[str, _Matrix]:
+    from safetensors import safe_open
+
+    def list_tensor(part: Any) -> _Matrix:
+        shape, dtype = part.get_shape(), part.get_dtype()
+        is_floating = dtype.startswith(("F", "BF"))
+        return _Matrix(shape, dtype, is_floating, lambda name: cloud_of_slices(name, shape, lambda a, b: part[a:b]))
+
+    file = safe_open(path, "pt")
+    return {name: list_tensor(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+
+
+def _list_pt(path: Path) -> dict[str, _Matrix]:
+    def list_tensor(tensor: Tensor) -> _Matrix:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return _Matrix(tensor.shape, dtype, tensor.is_floating_point(), lambda name: cloud_of_tensor(name, tensor))
+
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if isinstance(content, Tensor):
+        return {"": list_tensor(content)}
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path} has a {type(content).__name__}; expected a tensor or a dictionary of tensors")
+    return {str(name): list_tensor(value) for name, value in content.items() if isinstance(value, Tensor)}
+
+
+# ---- .parquet
+
+
+def _list_parquet(path: Path) -> dict[str, _Matrix]:
+    """List the columns, or one matrix without a name of all columns, if none has lists."""
+    from pyarrow import parquet, types
+
+    with parquet.ParquetFile(path) as file:
+        schema, num_rows = file.schema_arrow, file.metadata.num_rows
+
+    def list_column(field: Any) -> _Matrix:
+        if not _is_list(field.type):
+            return _Matrix(
+                (num_rows,), str(field.type), types.is_floating(field.type), partial(_open_parquet, path, [])
+            )
+        dim = field.type.list_size if types.is_fixed_size_list(field.type) else None
+        is_floating = types.is_floating(field.type.value_type)
+        shape, dtype = (num_rows, dim), str(field.type.value_type)
+        return _Matrix(shape, dtype, is_floating, partial(_open_parquet, path, [field.name]))
+
+    if any(_is_list(field.type) for field in schema):
+        return {field.name: list_column(field) for field in schema}
+    if others := [field.name for field in schema if not types.is_floating(field.type)]:
+        raise UserError(
+            f"{path}: {len(others)} of {len(schema)} columns are neither floating nor lists: "
+            f"{shorten(', '.join(others), 60)}; expected a column of lists, or floating columns alone"
+        )
+    return {"": _Matrix((num_rows, len(schema)), "floating", True, partial(_open_parquet, path, schema.names))}
+
+
+def _is_list(column_type: Any) -> bool:
+    from pyarrow import types
+
+    return any(is_kind(column_type) for is_kind in (types.is_list, types.is_large_list, types.is_fixed_size_list))
+
+
+def _open_parquet(path: Path, columns: Sequence[str], name: str) -> Cloud:
+    from pyarrow import parquet
+
+    def read(max_points: int, row_groups: Sequence[int] | None = None, dim: int | None = None) -> Iterator[Tensor]:
+        # Without buffers of whole row groups.
+        with parquet.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
+            for batch in file.iter_batches(max_points, row_groups=row_groups, columns=columns, use_threads=False):
+                yield _to_rows(path, batch, dim)
+
+    def read_spread_rows(max_points: int) -> Tensor:
+        groups = spread(min(_SPREAD_GROUPS, max_points, num_groups), num_groups)
+        first_blocks = (itertools.islice(read(max_points // len(groups), [group], dim), 1) for group in groups)
+        return torch.cat([*itertools.chain.from_iterable(first_blocks)])
+
+    with parquet.ParquetFile(path) as file:
+        num_points, num_groups = file.metadata.num_rows, file.num_row_groups
+    dim = next(read(1)).shape[1]
+    return Cloud(name, num_points, dim, lambda max_points: read(max_points, dim=dim), read_spread_rows)
+
+
+def _to_rows(path: Path, batch: Any, dim: int | None) -> Tensor:
+    """Convert a batch of one column of lists, or of floating columns, to rows `(n, dim)`."""
+    import numpy as np
+    from pyarrow import compute
+
+    column = batch.column(0)
+    if not _is_list(column.type):
+        columns = batch.columns
+        rows = np.stack([values.to_numpy(zero_copy_only=False) for values in columns], 1)
+    else:
+        lengths = compute.list_value_length(column).to_numpy(zero_copy_only=False)  # NaN for a null
+        dim = lengths[0] if dim is None else dim
+        if (lengths != dim).any():
+            raise UserError(f"{path}: column {batch.schema.names[0]} has nulls or rows of different lengths")
+        columns = [column.flatten()]
+        rows = columns[0].to_numpy(zero_copy_only=False).reshape(len(column), int(dim))
+    if any(values.null_count for values in columns):
+        raise UserError(f"{path}: column {batch.schema.names[0]} has nulls; expected numbers")
+    return torch.from_numpy(np.array(rows))
+
+
+# ---- .jsonl
+
+
+def _list_jsonl(path: Path) -> dict[str, _Matrix]:
+    """List the keys of the first objects, or one matrix without a name if the lines are lists."""
+    rows = [row for _, row in itertools.islice(_read_json_lines(path), MIN_CLOUD_POINTS)]
+    check_num_points(str(path), len(rows))
+    if isinstance(rows[0], dict):
+        first_values = {key: [row.get(key) for row in rows if isinstance(row, dict)] for key in rows[0]}
+    else:
+        first_values = {"": rows}
+    matrices = {}
+    for key, values in first_values.items():
+        size = (len(values[0]),) if isinstance(values[0], list) else ()
+        numbers = [number for value in values if isinstance(value, list) for number in value]
+        is_floating = {float} <= set(map(type, numbers)) <= {float, int}
+        dtype = "float" if is_floating else type((numbers or values)[0]).__name__
+        matrices[key] = _Matrix((None, *size), dtype, is_floating, partial(_open_jsonl, path, key, *size))
+    return matrices
+
+
+def _open_jsonl(path: Path, key: str, dim: int, name: str) -> Cloud:
+    def read_blocks(max_points: int) -> Iterator[Tensor]:
+        rows = (_to_vector(path, number, row.get(key) if key and isinstance(row, dict) else row, dim)
+                for number, row in _read_json_lines(path))  # fmt: skip
+        while block := list(itertools.islice(rows, max_points)):
+            yield torch.stack(block)
+
+    return Cloud(name, None, dim, read_blocks, lambda max_points: next(read_blocks(max_points)))
+
+
+def _to_vector(path: Path, line_number: int, row: Any, dim: int) -> Tensor:
+    if not isinstance(row, list) or len(row) != dim or not set(map(type, row)) <= {float, int}:
+        found = f"a list of {len(row)} values" if isinstance(row, list) else f"a {type(row).__name__}"
+        raise UserError(f"{path}, line {line_number}: {found}; expected a list of {dim} numbers, as in the first line")
+    return torch.tensor(row, dtype=torch.float64)
+
+
+def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line that is not empty."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    value = json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"{path}, line {number}: not JSON: {shorten(error)}") from error
+                yield number, value
+
+
+_LISTERS: dict[str, Callable[[Path], dict[str, _Matrix]]] = {
+    ".npy": _list_npy,
+    ".npz": _list_npz,
+    ".safetensors": _list_safetensors,
+    ".pt": _list_pt,
+    ".pth": _list_pt,
+    ".parquet": _list_parquet,
+    ".jsonl": _list_jsonl,
+}
+"""Functions that list the tensors or columns of a file, by suffix. The name is empty if there is only one matrix."""
