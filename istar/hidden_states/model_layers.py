@@ -113,17 +113,19 @@ def find_layers_in_call(model: nn.Module, call: Callable[[], object]) -> ModelLa
         UserError: as `find_base_model`, if the model is not called once or returns no hidden states, or if no modules
             output them.
     """
-    base_model: Any = find_base_model(model, MEASURING)
-    trial = _watch_call(base_model, call)
-    num_layers = int(getattr(base_model.config.get_text_config(), "num_hidden_layers", 0))
+    head_model, base_model = find_head_model(model, MEASURING), find_base_model(model, MEASURING)
+    trial = _watch_call(base_model, head_model, call)
+    config: Any = base_model.config
+    num_layers = int(getattr(config.get_text_config(), "num_hidden_layers", 0))
     layers = _find_layers_by_trial(base_model, trial, num_layers)
     last_output = next((call.output for call in reversed(trial.calls) if call.module in layers.modules), None)
 
     def is_final(call: Call) -> bool:
-        # Without modules for layers, only the output of the norm is known.
-        return _are_equal(call.output, trial.last_state) if last_output is None else _are_equal(call.input, last_output)
+        if last_output is None:  # without modules for layers, only the output of the norm is known
+            return _are_equal(call.output, trial.last_state)
+        return last_output.dim() == 3 and _are_equal(call.input, last_output)
 
-    return replace(layers, norm=_find_norm(base_model, trial, is_final))
+    return replace(layers, norm=_find_norm(head_model, trial, is_final))
 
 
 def _find_layers_by_trial(base_model: nn.Module, trial: TrialPass, num_layers: int) -> ModelLayers:
@@ -333,12 +335,12 @@ def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
     return TrialPass(output.hidden_states, output[0], calls)
 
 
-def _watch_call(base_model: nn.Module, call: Callable[[], object]) -> TrialPass:
-    """Run `call`, which calls the base model once; return what the base model and its modules computed."""
+def _watch_call(base_model: nn.Module, head_model: nn.Module, call: Callable[[], object]) -> TrialPass:
+    """Run `call`; return the states of the base model, and the calls within the head model, which may have the norm."""
     name, device = type(base_model).__name__, find_input_device(base_model)
     with (
-        preserve_rng_states(device), eval_mode(base_model), uncompiled(),
-        _record_calls(base_model) as calls, _record_outputs(base_model) as outputs,
+        preserve_rng_states(device), eval_mode(head_model), uncompiled(),
+        _record_calls(head_model) as calls, _record_outputs(base_model) as outputs,
     ):  # fmt: skip
         call()
     if len(outputs) != 1:
@@ -356,7 +358,7 @@ def _watch_call(base_model: nn.Module, call: Callable[[], object]) -> TrialPass:
 
 
 @contextmanager
-def _record_calls(base_model: nn.Module) -> Iterator[list[Call]]:
+def _record_calls(model: nn.Module) -> Iterator[list[Call]]:
     """Record the calls of blocks in lists, and of modules outside of lists, which are all that a trial looks at."""
     calls: list[Call] = []
 
@@ -365,11 +367,11 @@ def _record_calls(base_model: nn.Module) -> Iterator[list[Call]]:
         output = output[0] if isinstance(output, tuple) and output else output
         calls.append(Call(module, *(value if isinstance(value, Tensor) else None for value in (first, output))))
 
-    lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = {block for modules in lists for block in modules}
     in_blocks = {part for block in blocks for part in block.modules()} - blocks
     with ExitStack() as hooks:
-        for module in base_model.modules():
+        for module in model.modules():
             if module not in in_blocks:
                 hooks.enter_context(module.register_forward_hook(record_call, with_kwargs=True))
         yield calls
@@ -407,9 +409,9 @@ def find_final_norm(base_model: nn.Module) -> nn.Module | None:
     return _find_norm(base_model, trial, lambda call: _are_equal(call.output, trial.last_state))
 
 
-def _find_norm(base_model: nn.Module, trial: TrialPass, is_final: Callable[[Call], bool]) -> nn.Module | None:
+def _find_norm(model: nn.Module, trial: TrialPass, is_final: Callable[[Call], bool]) -> nn.Module | None:
     """Return the first norm outside the layers with a call that is final."""
-    lists = (module for module in base_model.modules() if isinstance(module, nn.ModuleList))
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     in_layers = {part for module in lists for part in module.modules()}
     for call in trial.calls:
         if call.module in in_layers or call.output is None or not is_final(call):
