@@ -21,7 +21,7 @@ DEFAULT_SETTINGS = PenaltySettings()
 def attach(
     model: nn.Module,
     penalty: Penalty,
-    modules: Sequence[nn.Module] | None = None,
+    modules: Sequence[str | nn.Module] | None = None,
     points: Points = ALL_POINTS,
 ) -> "HiddenStatePenalty":
     """Attach a penalty to a model, so that each forward pass with gradients reads the hidden states for it.
@@ -46,7 +46,8 @@ def attach(
             model must not have been called before. With `modules`, any module.
         penalty: `IStar`, `CosReg` or any other `Penalty`.
         modules: for models that are not transformers models, the modules that output the hidden states of layers 1 to
-            L. The mask is the model's argument `attention_mask`, if it has one.
+            L, or names or patterns of them, such as "blocks.*". The mask is the model's argument `attention_mask`, if
+            it has one.
         points: which tokens are points; by default all that are not padding.
 
     Raises:
@@ -61,7 +62,7 @@ def attach_with_settings(
     model: nn.Module,
     penalty: Penalty,
     settings: PenaltySettings = DEFAULT_SETTINGS,
-    modules: Sequence[nn.Module] | None = None,
+    modules: Sequence[str | nn.Module] | None = None,
 ) -> AttachedPenalty:
     """Attach a penalty as trainers do: to the hidden states, or to the embedding matrix named by the settings.
 
@@ -89,7 +90,7 @@ class HiddenStatePenalty(AttachedPenalty):
         model: nn.Module,
         penalty: Penalty,
         settings: PenaltySettings = DEFAULT_SETTINGS,
-        modules: Sequence[nn.Module] | None = None,
+        modules: Sequence[str | nn.Module] | None = None,
     ) -> None:
         super().__init__(penalty, settings)
         points = settings.points

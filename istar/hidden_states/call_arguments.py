@@ -13,12 +13,31 @@ Arguments = Mapping[str, Any]  # of a call, by name
 
 def read_argument_names(module: nn.Module) -> list[str]:
     """Return the names of a module's positional arguments; wrappers of torch and PEFT take their module's arguments."""
+    names = _read_own_argument_names(module)
+    wrapped = find_wrapped(module, ("torch.", "peft."))
+    return names if wrapped is None else read_argument_names(wrapped)
+
+
+def find_wrapped(module: nn.Module, libraries: tuple[str, ...]) -> nn.Module | None:
+    """Return the only module inside a wrapper of one of the libraries, such as DDP; None if it is not a wrapper."""
+    children = list(module.children())
+    is_wrapper = type(module).__module__.startswith(libraries) and len(children) == 1
+    return children[0] if is_wrapper and not _read_own_argument_names(module) else None
+
+
+def _read_own_argument_names(module: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters
-    names = [name for name, parameter in parameters.items() if parameter.kind in kinds]
-    children = list(module.children())
-    is_wrapper = type(module).__module__.startswith(("torch.", "peft.")) and not names and len(children) == 1
-    return read_argument_names(children[0]) if is_wrapper else names
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+
+
+def request_states(names: Sequence[str], args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
+    """Return arguments of a call with which a transformers model also returns its hidden states.
+
+    `names` are the names of the model's positional arguments; see `read_argument_names`.
+    """
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return args[len(names) :], {**named, "output_hidden_states": True, "return_dict": True}
 
 
 def find_argument(calls: Sequence[Arguments], name: str) -> Any:

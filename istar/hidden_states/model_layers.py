@@ -1,28 +1,34 @@
 """Detection of the modules that compute a model's hidden states.
 
-Most models of transformers declare their layers. The others are tried on a few tokens: a module is a layer if the model
-returns its output as a hidden state. Mamba and RWKV, for example, return the outputs of all layers and then of the
-final norm, but no embeddings.
+Most models of text declare their layers. The others are tried on a few tokens, and models of images and sound on a
+batch of the caller: a module is a layer if the model returns its output as a hidden state. Mamba and RWKV, for example,
+return the outputs of all layers and then of the final norm, but no embeddings.
 """
 
+import functools
 import random
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from istar.errors import UserError, shorten
+from istar.errors import UserError, did_you_mean, shorten
+from istar.hidden_states.call_arguments import find_wrapped, read_argument_names, request_states
 from istar.hidden_states.offloading import find_input_device, hold_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
 """Number of tokens of a trial. It is odd, so that a layer is recognized if its input is padded to full windows."""
+ATTACHING = "attach({}, penalty)"
+MEASURING = "istar.measure({}, batches)"
+"""How a user passes a model or a part of it, for messages."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class ModelLayers:
             the final norm, or from layer L if there is no norm.
         is_transformers: whether the base model is a transformers model.
         returns_embeddings: whether the first returned hidden state is the embedding output.
+        norm: the final norm, if `find_layers_in_call` found one; otherwise None.
     """
 
     base_model: nn.Module
@@ -49,6 +56,7 @@ class ModelLayers:
     ends_with_output: bool
     is_transformers: bool = True
     returns_embeddings: bool = True
+    norm: nn.Module | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -65,11 +73,11 @@ class Call(NamedTuple):
 
 
 class TrialPass(NamedTuple):
-    """Result of a model for a few tokens."""
+    """Result of a model for a few tokens or a batch of the caller."""
 
-    states: tuple[Tensor, ...]  # hidden states that the model returns, `(1, tokens, d)` each
+    states: tuple[Tensor, ...]  # hidden states that the model returns, usually `(batch, places, d)` each
     last_state: Tensor  # first output of the model
-    calls: list[Call]  # calls of all modules, ordered by their end
+    calls: list[Call]  # calls of blocks, and of all modules outside of lists of blocks, ordered by their end
 
 
 def find_layers(model: nn.Module) -> ModelLayers:
@@ -93,22 +101,54 @@ def find_layers(model: nn.Module) -> ModelLayers:
     return ModelLayers(base_model, tuple(modules), name_states(num_layers), num_layers, ends_with_output)
 
 
+@torch.no_grad()
+def find_layers_in_call(model: nn.Module, call: Callable[[], object]) -> ModelLayers:
+    """Return the layers and the final norm of a transformers model of any modality, from one pass.
+
+    `call` runs the model, or a module around it, on inputs of the caller. The layers are the blocks of one list whose
+    outputs are the hidden states that the model returns. The final norm is the first norm outside of such lists that
+    takes the output of the last block: models of images return their last hidden state before the norm.
+
+    Raises:
+        UserError: as `find_base_model`, if the model is not called once or returns no hidden states, or if no modules
+            output them.
+    """
+    head_model, base_model = find_head_model(model, MEASURING), find_base_model(model, MEASURING)
+    trial = _watch_call(base_model, head_model, call)
+    config: Any = base_model.config
+    num_layers = int(getattr(config.get_text_config(), "num_hidden_layers", 0))
+    layers = _find_layers_by_trial(base_model, trial, num_layers)
+    last_output = next((call.output for call in reversed(trial.calls) if call.module in layers.modules), None)
+
+    def is_final(call: Call) -> bool:
+        if last_output is None:  # without modules for layers, only the output of the norm is known
+            return _are_equal(call.output, trial.last_state)
+        return last_output.dim() == 3 and _are_equal(call.input, last_output)
+
+    return replace(layers, norm=_find_norm(head_model, trial, is_final))
+
+
 def _find_layers_by_trial(base_model: nn.Module, trial: TrialPass, num_layers: int) -> ModelLayers:
     """Return the layers of a base model that does not declare them; the config says that there are `num_layers`."""
     states, last_state, calls = trial
     lists = [module for module in base_model.modules() if isinstance(module, nn.ModuleList)]
     ends_with_output = _are_equal(states[-1], last_state)
-    for blocks in lists if ends_with_output else ():
+    for blocks in lists:
         block_calls = [call for call in calls if call.module in set(blocks)]
         if len(block_calls) == len(states) - 1:
             outputs = [call.output for call in block_calls]
-            starts_with_layer = all(map(_are_equal, outputs, states))
+            starts_with_layer = ends_with_output and all(map(_are_equal, outputs, states))
             starts_with_input = _are_equal(block_calls[0].input, states[0])
             # The last state may be the output of a norm after the last layer.
-            if starts_with_layer or (starts_with_input and all(map(_are_equal, outputs[:-1], states[1:]))):
+            ends_known = ends_with_output or _are_equal(outputs[-1], states[-1])
+            if starts_with_layer or (
+                starts_with_input and ends_known and all(map(_are_equal, outputs[:-1], states[1:]))
+            ):
                 called = tuple(dict.fromkeys(call.module for call in block_calls))
                 names = name_states(len(outputs))
-                return ModelLayers(base_model, called, names, len(outputs), True, True, not starts_with_layer)
+                return ModelLayers(
+                    base_model, called, names, len(outputs), ends_with_output, True, not starts_with_layer
+                )
     # No module returns these states unchanged: XLNet, for example, orders the dimensions differently.
     in_lists = {block for blocks in lists for block in blocks}
     starts_with_layer = any(
@@ -130,19 +170,62 @@ def name_states(num_layers: int) -> dict[int, str]:
     return {0: "embeddings", **layers, num_layers + 1: "final_norm"}
 
 
-def layers_from_modules(model: nn.Module, modules: Sequence[nn.Module]) -> ModelLayers:
-    """Return the given modules of any model as its layers 1 to L; raise `UserError` for a repeated module."""
+def layers_from_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> ModelLayers:
+    """Return the wanted modules of any model as its layers 1 to L; see `select_modules`.
+
+    Raises:
+        UserError: for a repeated module, or a name or pattern without a module.
+    """
+    module_names = {module: name for name, module in name_modules(model).items()}
+    modules = select_modules(model, wanted)
     if len(set(modules)) < len(modules):
         raise UserError("a module is named twice among the given modules; its outputs would count twice")
     # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
-    module_names = {module: name for name, module in unwrapped.named_modules()}
     names = {number: module_names.get(module, f"module_{number}") for number, module in enumerate(modules, start=1)}
     return ModelLayers(unwrapped, tuple(modules), names, len(modules), ends_with_output=False, is_transformers=False)
 
 
-def find_head_model(model: nn.Module) -> nn.Module:
+def select_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> list[nn.Module]:
+    """Return the modules that are wanted of a model: modules as they are, and those with a name or a pattern.
+
+    In a pattern, `*` stands for a part of a dotted name: "blocks.*" are the children of `blocks`, in their order.
+
+    >>> [type(module).__name__ for module in select_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), ["*"])]
+    ['Linear', 'ReLU']
+
+    Raises:
+        UserError: without a module of a name or pattern, or without any module.
+    """
+    named_modules = name_modules(model)
+    modules: list[nn.Module] = []
+    for item in [wanted] if isinstance(wanted, str) else wanted:
+        if isinstance(item, nn.Module):
+            modules.append(item)
+            continue
+        pattern = re.compile(re.escape(item).replace(r"\*", "[^.]+"))
+        found = [module for name, module in named_modules.items() if name and pattern.fullmatch(name)]
+        if not found:
+            raise UserError(
+                f"no module of {type(model).__name__} is named {item}{did_you_mean(item, named_modules)}; expected a "
+                'name of model.named_modules(), or a pattern such as "blocks.*"'
+            )
+        modules += found
+    if not modules:
+        raise UserError("modules is empty; expected names or modules whose outputs are the hidden states")
+    return modules
+
+
+def name_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name; torch's wrappers, such as DDP or a compiled module, add no prefix."""
+    wrapped = find_wrapped(model, ("torch.",))
+    return dict(model.named_modules()) if wrapped is None else name_modules(wrapped)
+
+
+def find_head_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
     """Return the outermost transformers model within a module, with its head if it has one.
+
+    `usage` is how the caller of istar uses a model, for the messages.
 
     Raises:
         UserError: without a transformers model, with several that are not inside one another, or if it is inside of
@@ -159,42 +242,50 @@ def find_head_model(model: nn.Module) -> nn.Module:
     if not names:
         raise UserError(
             f"there is no transformers model in {type(model).__name__}; name the modules whose outputs are the hidden "
-            "states: attach(model, penalty, modules=[...])"
+            "states: modules=[...]"
         )
     if len(names) > 1:
         raise UserError(
-            f"{type(model).__name__} has {len(names)} transformers models, {', '.join(names)}; expected 1: attach to "
-            f"one of them, for example attach(model.{names[0]}, penalty)"
+            f"{type(model).__name__} has {len(names)} transformers models, {', '.join(names)}; expected 1: choose "
+            f"one of them, for example {usage.format(f'model.{names[0]}')}"
         )
     return model_by_name[names[0]]
 
 
-def find_base_model(model: nn.Module) -> nn.Module:
+def find_base_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
     If models are nested, like the decoder inside OPT's model, the innermost is returned, unless only the outer one
-    reads text, as in GIT.
+    reads text, as in GIT. `usage` is as in `find_head_model`.
 
     Raises:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.
     """
-    head_model: Any = find_head_model(model)
+    head_model: Any = find_head_model(model, usage)
     base_model: Any = head_model.base_model
     has_head = head_model.get_output_embeddings() is not None
     if base_model is head_model and has_head and not head_model.config.is_encoder_decoder:
         base_model = head_model.get_decoder()  # classes of Llama4 have another name for it than they declare
     while True:
-        nested_models = [child for child in base_model.children() if hasattr(type(child), "base_model_prefix")]
-        if len(nested_models) != 1 or (_reads_text(base_model) and not _reads_text(nested_models[0])):
+        nested_models = _nested_models(base_model)
+        if len(nested_models) != 1:
             break
-        base_model = nested_models[0]
+        [nested_model] = nested_models.values()
+        if _reads_text(base_model) and not _reads_text(nested_model):
+            break
+        base_model = nested_model
     is_encoder_decoder = getattr(base_model.config, "is_encoder_decoder", False)
     if is_encoder_decoder and hasattr(base_model, "encoder") and hasattr(base_model, "decoder"):
         raise UserError(
-            f"{type(head_model).__name__} is an encoder-decoder, which has two stacks of hidden states; attach to one "
-            "of them, for example attach(model.get_encoder(), penalty)"
+            f"{type(head_model).__name__} is an encoder-decoder, which has two stacks of hidden states; choose one of "
+            f"them, for example {usage.format('model.get_encoder()')}"
         )
     return base_model
+
+
+def _nested_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module that are transformers models, by name."""
+    return {name: child for name, child in model.named_children() if hasattr(type(child), "base_model_prefix")}
 
 
 def declared_layers(base_model: nn.Module) -> list[nn.Module]:
@@ -228,18 +319,9 @@ def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
         raise UserError(f"{name} cannot be tried on token ids; expected a model of text that has weights")
     # The base model's own hooks, such as another penalty's, must not see the trial.
     call: Any = model if model is not base_model and is_sharded_module(model) else base_model.forward
-    calls: list[Call] = []
-
-    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        first = args[0] if args else kwargs.get("hidden_states")
-        output = output[0] if isinstance(output, tuple) and output else output
-        calls.append(Call(module, *(value if isinstance(value, Tensor) else None for value in (first, output))))
-
     token_ids = make_trial_ids(base_model)[None].to(device)
     options = {"output_hidden_states": True, "return_dict": True, "use_cache": False}
-    with preserve_rng_states(device), eval_mode(base_model), ExitStack() as hooks:
-        for module in base_model.modules():
-            hooks.enter_context(module.register_forward_hook(record_call, with_kwargs=True))
+    with preserve_rng_states(device), eval_mode(base_model), uncompiled(), _record_calls(base_model) as calls:
         try:
             output = call(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), **options)
             shapes = {tuple(state.shape[:-1]) for state in output.hidden_states}
@@ -253,18 +335,91 @@ def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
     return TrialPass(output.hidden_states, output[0], calls)
 
 
+def _watch_call(base_model: nn.Module, head_model: nn.Module, call: Callable[[], object]) -> TrialPass:
+    """Run `call`; return the states of the base model, and the calls within the head model, which may have the norm."""
+    name, device = type(base_model).__name__, find_input_device(base_model)
+    with (
+        preserve_rng_states(device), eval_mode(head_model), uncompiled(),
+        _record_calls(head_model) as calls, _record_outputs(base_model) as outputs,
+    ):  # fmt: skip
+        call()
+    if len(outputs) != 1:
+        raise UserError(
+            f"{name} was called {len(outputs)} times for a batch; expected one call: name the layers with modules=[...]"
+        )
+    states = getattr(outputs[0], "hidden_states", None)
+    if not states or not all(isinstance(state, Tensor) for state in states):
+        parts = "".join(f"model.{part} or " for part in _nested_models(base_model))
+        raise UserError(
+            f"{name} returns no hidden states; measure {parts}another part of it that does, or name the modules whose "
+            "outputs are the hidden states: modules=[...]"
+        )
+    return TrialPass(states, outputs[0][0], calls)
+
+
+@contextmanager
+def _record_calls(model: nn.Module) -> Iterator[list[Call]]:
+    """Record the calls of blocks in lists, and of modules outside of lists, which are all that a trial looks at."""
+    calls: list[Call] = []
+
+    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        first = args[0] if args else kwargs.get("hidden_states")
+        output = output[0] if isinstance(output, tuple) and output else output
+        calls.append(Call(module, *(value if isinstance(value, Tensor) else None for value in (first, output))))
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    blocks = {block for modules in lists for block in modules}
+    in_blocks = {part for block in blocks for part in block.modules()} - blocks
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if module not in in_blocks:
+                hooks.enter_context(module.register_forward_hook(record_call, with_kwargs=True))
+        yield calls
+
+
+@contextmanager
+def _record_outputs(base_model: Any) -> Iterator[list[Any]]:
+    """Request the hidden states from each call of a base model, and record its outputs.
+
+    PEFT and sentence-transformers call `forward` itself, which skips hooks.
+    """
+    outputs: list[Any] = []
+    forward, names = base_model.forward, read_argument_names(base_model)
+    has_own_forward = "forward" in vars(base_model)  # as with the hooks of accelerate
+
+    @functools.wraps(forward)
+    def record_output(*args: Any, **kwargs: Any) -> Any:
+        other_args, named = request_states(names, args, kwargs)
+        outputs.append(forward(*other_args, **named))
+        return outputs[-1]
+
+    base_model.forward = record_output
+    try:
+        yield outputs
+    finally:
+        if has_own_forward:
+            base_model.forward = forward
+        else:
+            del base_model.forward
+
+
 def find_final_norm(base_model: nn.Module) -> nn.Module | None:
     """Return the norm outside the layers that outputs the last hidden state, or None; raise as `run_trial`."""
     trial = run_trial(base_model, base_model)
-    lists = (module for module in base_model.modules() if isinstance(module, nn.ModuleList))
+    return _find_norm(base_model, trial, lambda call: _are_equal(call.output, trial.last_state))
+
+
+def _find_norm(model: nn.Module, trial: TrialPass, is_final: Callable[[Call], bool]) -> nn.Module | None:
+    """Return the first norm outside the layers with a call that is final."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     in_layers = {part for module in lists for part in module.modules()}
-    for module, _, output in trial.calls:
-        if module in in_layers or not _are_equal(output, trial.last_state):
+    for call in trial.calls:
+        if call.module in in_layers or call.output is None or not is_final(call):
             continue
         # OPT-350m ends with a projection to the width of the embeddings, not a norm.
-        with hold_weights(module):
-            if norm_parameters(module, trial.last_state.shape[-1]) is not None:
-                return module
+        with hold_weights(call.module):
+            if norm_parameters(call.module, call.output.shape[-1]) is not None:
+                return call.module
     return None
 
 
@@ -276,6 +431,12 @@ def make_trial_ids(base_model: Any) -> Tensor:
 
 def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:
     return tensor is not None and tensor.shape == state.shape and torch.equal(tensor.to(state.device), state)
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Return a context in which compiled modules run uncompiled, so that their hooks are called."""
+    # Without torch's compiler, nothing is compiled, and its import takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

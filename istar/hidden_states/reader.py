@@ -3,6 +3,7 @@
 The states are `embeddings`, the input of the first layer; `layer_1` to `layer_L`, the outputs of the layers; and
 `final_norm`, the output of a norm after the last layer, if there is one. If the caller names modules, the states are
 the outputs of these modules, under their names. The hooks only keep references; all else happens at the end of a pass.
+A state is copied only in measurements of batches, where a later part of the model changes it in place.
 
 Layerdrop (OPT) skips random layers. The other layers keep their numbers, and skipped layers lack a state.
 """
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.hidden_states import model_layers
-from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names
+from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names, request_states
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
 Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
@@ -35,6 +36,7 @@ class _Pass:
     has_gradients: bool
     may_skip: bool
     states: list[tuple[int, Tensor]] = field(default_factory=list)
+    originals: list[tuple[int, Tensor]] = field(default_factory=list)  # states that `states` has copies of
     called_layers: list[int] = field(default_factory=list)
     # Numbers of the layers that ran without gradients, as inside a reentrant checkpoint.
     layers_without_gradients: set[int] = field(default_factory=set)
@@ -87,7 +89,10 @@ class HiddenStateReader:
             the states.
         is_active: called at the beginning of each pass; returns whether to read it. A new pass drops the summaries of
             the previous one, unless it is not read and runs without gradients.
-        modules: modules that return the hidden states of layers 1 to L, as their output or its first element.
+        modules: modules that return the hidden states of layers 1 to L, see `find_state`; or names or patterns, see
+            `model_layers.select_modules`.
+        call: runs the model once on inputs of the caller. The layers and the final norm of a transformers model of any
+            modality are found in this pass, instead of one on a few tokens.
         points: which tokens count. The mask and whatever else this depends on are read from the call of the base model
             or, if it lacks them, from the calls of the modules around it, such as its head.
         include_padding: count padding as points, too.
@@ -121,17 +126,23 @@ class HiddenStateReader:
         summarize: Summarize | None = None,
         is_active: Callable[[], bool] = lambda: False,
         *,
-        modules: Sequence[nn.Module] | None = None,
+        modules: Sequence[str | nn.Module] | None = None,
+        call: Callable[[], object] | None = None,
         points: Points = ALL_POINTS,
         include_padding: bool = False,
         draw_sample: Callable[[], PointSample | None] = lambda: None,
     ) -> None:
-        self.layers = (
-            model_layers.find_layers(model) if modules is None else model_layers.layers_from_modules(model, modules)
-        )
+        if modules is not None:
+            self.layers = model_layers.layers_from_modules(model, modules)
+        elif call is not None:
+            self.layers = model_layers.find_layers_in_call(model, call)
+        else:
+            self.layers = model_layers.find_layers(model)
         self.base_model = self.layers.base_model
         self.head_model = model_layers.find_head_model(model) if modules is None else self.base_model
-        self.norm = model_layers.find_final_norm(self.base_model) if layers is None and modules is None else None
+        self.norm = self.layers.norm
+        if layers is None and modules is None and call is None:
+            self.norm = model_layers.find_final_norm(self.base_model)
         self._replaces_last = layers is not None and self.layers.ends_with_output
         if layers is None:
             has_norm = self.norm is not None
@@ -142,6 +153,9 @@ class HiddenStateReader:
             raise UserError("layer 0, the embeddings, is not among the given modules; choose layers from 1 on")
         self._selected = set(numbers)
         self.names = tuple(self.layers.names[number] for number in numbers)
+        # Numbers of the states to copy. The first pass copies all of them to find those that change later in a pass.
+        self._copied = set(numbers) if summarize is None and (modules, call) != (None, None) else set[int]()
+        self._checks_copies = len(self._copied) > 0
         self.num_left_out = 0
         self.batch: Arguments = {}
         self._points = points
@@ -167,6 +181,8 @@ class HiddenStateReader:
             self._handles.append(self.base_model.register_forward_hook(end_pass, always_call=True))
             return
         self._handles.append(self.base_model.register_forward_hook(self._keep_output))
+        if self.layers.norm is not None:
+            self._handles.append(self.layers.norm.register_forward_hook(self._read_norm_output))
         if not self.layers.modules:
             request_states = _UncompiledHook(self._request_states)
             self._handles.append(self.base_model.register_forward_pre_hook(request_states, with_kwargs=True))
@@ -177,13 +193,25 @@ class HiddenStateReader:
         """Call the model, or a module that calls it once; return the output and the states by name.
 
         The states are `(batch, tokens, d)` each, from the input to the output. The reader must be without `summarize`.
+
+        Raises:
+            UserError: if a layer was not called, or a module of the caller several times.
         """
         current = self._pass = self._make_pass(Tokens())
         try:
             output = module(*args, **kwargs)
         finally:
             self._pass = None
-        return output, {self.layers.names[number]: state for number, state in self._sort_states(current)}
+        self._check_calls_of_modules(current)
+        states = self._sort_states(current)
+        if self._checks_copies:
+            copies, self._checks_copies = dict(states), False
+            self._copied = {
+                number
+                for number, original in current.originals
+                if original.is_nested or not torch.equal(original, copies[number])
+            }
+        return output, {self.layers.names[number]: state for number, state in states}
 
     def take(self) -> list[Any]:
         """Return the summaries of the latest pass, in the order of the layers, and forget them.
@@ -237,9 +265,7 @@ class HiddenStateReader:
         """Return arguments with which the model also returns its hidden states; None if the pass is not read."""
         if self._pass is None:
             return None
-        names = read_argument_names(module)
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        return args[len(names) :], {**named, "output_hidden_states": True, "return_dict": True}
+        return request_states(read_argument_names(module), args, kwargs)
 
     def _find_tokens(self) -> Tokens:
         calls = self._list_calls()
@@ -284,16 +310,29 @@ class HiddenStateReader:
             return
         layer_number = len(current.called_layers) + 1 if self.layers.is_shared else module_index + 1
         if not current.called_layers and 0 in self._selected:
-            current.states.append((0, args[0] if args else kwargs["hidden_states"]))
+            self._add_state(current, 0, args[0] if args else kwargs["hidden_states"])
         if layer_number in self._selected:
-            current.states.append((layer_number, output[0] if isinstance(output, tuple) else output))
+            self._add_state(current, layer_number, find_state(output))
         current.called_layers.append(layer_number)
         if current.has_gradients and not torch.is_grad_enabled():
             current.layers_without_gradients.add(layer_number)
 
     def _read_norm_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._pass is not None:
-            self._pass.states.append((self.layers.num_layers, args[0]))
+            self._add_state(self._pass, self.layers.num_layers, args[0])
+
+    def _read_norm_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._pass is not None:
+            self._add_state(self._pass, self.layers.num_layers + 1, find_state(output))
+
+    def _add_state(self, current: _Pass, number: int, state: Any) -> None:
+        if number in self._copied:
+            if not isinstance(state, Tensor):
+                name = self.layers.names[number]
+                raise UserError(f"{name} returns a {type(state).__name__}; expected a tensor, or one first in a tuple")
+            current.originals.append((number, state))
+            state = state.clone()
+        current.states.append((number, state))
 
     def _keep_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._pass is not None:
@@ -318,10 +357,20 @@ class HiddenStateReader:
         if self._replaces_last and called_layers:
             current.states = [(number, state) for number, state in current.states if number != called_layers[-1]]
         # If layerdrop skipped all layers, the output belongs to none of them.
-        if last_number in self._selected and (called_layers or not self.layers.modules):
+        has_output = last_number in self._selected and self.layers.norm is None
+        if has_output and (called_layers or not self.layers.modules):
             current.states.append((last_number, current.output[0]))
         _check_have_gradients(current.states, current.layers_without_gradients)
         return sorted(current.states, key=itemgetter(0))
+
+    def _check_calls_of_modules(self, current: _Pass) -> None:
+        """Raise a `UserError` unless each module of the caller was called once."""
+        for number, name in self.layers.names.items() if not self.layers.is_transformers else ():
+            num_calls = current.called_layers.count(number)
+            if num_calls != 1:
+                raise UserError(
+                    f"{name} was called {num_calls} times in a pass; expected one call: leave it out of modules=[...]"
+                )
 
     def _check_all_layers_called(self, current: _Pass) -> None:
         called_layers, num_layers = current.called_layers, self.layers.num_layers
@@ -340,13 +389,24 @@ class HiddenStateReader:
             num_returned = "no" if states is None else len(states)
             raise UserError(
                 f"{type(self.base_model).__name__} returned {num_returned} hidden states; expected {num_expected}: "
-                "name the modules whose outputs are the hidden states with attach(model, penalty, modules=[...])"
+                "name the modules whose outputs are the hidden states with modules=[...]"
             )
         first = next((number for number, state in enumerate(states) if state.requires_grad), None)
         if first is not None:
             current.layers_without_gradients = set(range(first, num_expected + 1))
         numbers = self._selected - {number for number, _ in current.states}
         return [(number, state) for number, state in enumerate(states) if number in numbers]
+
+
+def find_state(output: Any) -> Any:
+    """Return the hidden state in a module's output: a tensor, the first one of a tuple, or its `last_hidden_state`."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("last_hidden_state")
+    return (
+        next((value for value in output if isinstance(value, Tensor)), None) if isinstance(output, Sequence) else None
+    )
 
 
 def _are_saved_tensors_hooked() -> bool:

@@ -34,7 +34,7 @@ def shrinkage_covariance(
     include_padding: bool = False,
     sync: bool = True,
     group: dist.ProcessGroup | None = None,
-    modules: Sequence[nn.Module] | None = None,
+    modules: Sequence[str | nn.Module] | None = None,
     points: Points = ALL_POINTS,
 ) -> Tensor:
     """Compute the covariance of a model's hidden states over batches of data, for `IStar.shrinkage_covariance`.
@@ -91,7 +91,7 @@ def hidden_state_moments(
     include_padding: bool,
     sync: bool,
     group: dist.ProcessGroup | None,
-    modules: Sequence[nn.Module] | None,
+    modules: Sequence[str | nn.Module] | None,
     points: Points,
 ) -> Moments:
     """Compute the moments of a model's points in batches of data. The arguments are as in `shrinkage_covariance`.

@@ -1,0 +1,59 @@
+"""Reads the layers of a sentence-transformers model, and the sentence embeddings of the same pass."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from istar.errors import check_one_of
+from istar.geometry.collect.batch_reader import Batch, BatchReader
+from istar.geometry.collect.state_rows import Places
+from istar.models.special_tokens import special_tokens as find_special_tokens
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+
+class SentenceReader(BatchReader):
+    """Reads the hidden states and the embeddings of sentences; a batch is a list of sentences.
+
+    The states are those of the transformers model, and `pooled`, what `encode` returns with the model's default prompt.
+    The tokens of the prompt count as tokens of the sentence.
+
+    Args:
+        model: a model with a text encoder of transformers.
+        first_batch: sentences for the trial; see `BatchReader`.
+        special_tokens: "exclude" leaves the special tokens that the tokenizer adds out of the layers.
+    """
+
+    def __init__(
+        self,
+        model: "SentenceTransformer",
+        first_batch: list[str],
+        *,
+        special_tokens: Literal["include", "exclude"] = "exclude",
+    ) -> None:
+        check_one_of("special_tokens", special_tokens, ("include", "exclude"))
+        self._sentence_model = model
+        are_left_out = special_tokens == "exclude"
+        self._num_special = [len(ids) if are_left_out else 0 for ids in find_special_tokens(model.tokenizer)]
+        super().__init__(model, (self._tokenize(first_batch),), mask=self._find_tokens)
+        self.names = (*self.names, "pooled")
+
+    def read(self, batch: list[str]) -> tuple[dict[str, Places], Tensor | None]:
+        """Return the states of sentences, `pooled` as one place each, and the token ids; see `BatchReader.read`."""
+        features = self._tokenize(batch)
+        output, states = self.run((features,))
+        pooled = output["sentence_embedding"][..., : self._sentence_model.truncate_dim]
+        places, _ = self.arrange({**states, "pooled": pooled}, (features,))
+        return places, features["input_ids"]
+
+    def _tokenize(self, sentences: list[str]) -> dict[str, Any]:
+        model = self._sentence_model
+        prompt = model.prompts.get(model.default_prompt_name) if model.default_prompt_name is not None else None
+        return model.preprocess(list(sentences), prompt=prompt)
+
+    def _find_tokens(self, batch: Batch) -> Tensor:
+        """Return which tokens are neither padding nor special tokens that the tokenizer adds."""
+        mask: Tensor = batch[0]["attention_mask"].bool()
+        numbers, (num_first, num_last) = mask.cumsum(1), self._num_special
+        return mask & (numbers > num_first) & (numbers <= numbers[:, -1:] - num_last)
