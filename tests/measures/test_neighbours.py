@@ -33,7 +33,7 @@ CLOUDS = {
     "float16": gaussian(200, 20).half(),
     "far from the origin": gaussian(300, 20).float() + 1000,
     "copies": torch.cat([gaussian(270, 20), gaussian(270, 20)[:30]]).float(),
-    "sphere with a hub": torch.cat([make_sphere(500, 200), torch.zeros(1, 200, dtype=torch.float64)]),
+    "sphere with a hub": torch.cat([make_sphere(500, 200), torch.full((1, 200), 1e-3).double()]),
     "tiny": gaussian(200, 20).float() * 1e-30,
     "huge": gaussian(200, 20) * 1e200,
 }
@@ -104,7 +104,7 @@ def test_rotations_translations_and_scales_change_nothing(change) -> None:
         (lambda: relative_contrast(gaussian(1, 2)), "k is 1 for 1 points"),
         (lambda: neighbour_measures(torch.full((20, 3), 0.1)), "all 20 points are equal; expected at least two"),
         (lambda: relative_contrast(gaussian(5, 2).repeat(2, 1)), "each of the 10 points has a duplicate"),
-        (lambda: hubness(torch.eye(4), k=3), "each of the 4 points is among the neighbours of 3 others"),
+        (lambda: hubness(torch.eye(4), k=3), "each of the 4 points is a neighbour of 3 others"),
     ],
 )
 def test_what_is_not_defined_is_refused_in_one_line(compute, message: str) -> None:

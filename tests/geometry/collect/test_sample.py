@@ -1,5 +1,6 @@
 """The sample of token types for TwoNN."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from scipy.stats import chisquare
 
 from istar.geometry.collect.sample import Sample
+from istar.measures import neighbour_measures, uniformity
 
 
 def make_sample(tokens: list[int], size: int, seed: int, block_length: int = 4) -> Sample:
@@ -50,3 +52,18 @@ def test_copies_do_not_change_the_dimension() -> None:
     dimension = sample.estimate_two_nn("embeddings").value
     assert dimension > 7
     assert sample.estimate_two_nn("layer_1").value == pytest.approx(dimension, rel=1e-2)
+
+
+def test_hubs_duplicates_and_uniformity_are_of_the_sampled_points() -> None:
+    points = torch.randn(400, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    points[1] = points[0]
+    sample = Sample({"layer_1": torch.device("cpu")}, 200, 0)
+    sample.update([0], [400], torch.arange(400) % 150, {"layer_1": points})
+    sampled = sample.get_points("layer_1")
+    assert len(sampled) == 150
+    expected = {**neighbour_measures(sampled)._asdict(), "uniformity": uniformity(sampled)}
+    assert sample.compute_neighbour_measures("layer_1") == expected
+    few = make_sample(list(range(10)), 10, 0)
+    assert [name for name, value in few.compute_neighbour_measures("place").items() if math.isfinite(value)] == [
+        "uniformity"
+    ]

@@ -103,10 +103,10 @@ def test_a_state_without_variance_is_null_and_the_others_stay(measured: Path, na
             assert norms <= defined
             cosines = {"inter_sim", "intra_sim", "mean_direction_norm", "sample_inter_sim"}
             assert cosines & defined == (set() if name == "gain_0" else cosines)
+            of_differences = ("isoscore", "effective", "participation", "nesum", "alpha", "two_nn", "dimensions_",
+                              "outlier_", "antihubs", "hubness", "near_", "relative_", "uniformity")  # fmt: skip
             for key in expected:
-                if key.startswith(("isoscore", "effective", "participation", "nesum", "alpha", "two_nn")) or (
-                    "variance" in key or key in ("largest_kurtosis", "mean_kurtosis", "outlier_dimensions")
-                ):
+                if key.startswith(of_differences) or "variance" in key or key in ("largest_kurtosis", "mean_kurtosis"):
                     assert measures[key] is None, key
             assert measures["average_norm"] == pytest.approx(measures["mean_vector_norm"], rel=1e-6)
     spectra = contents["spectra"]["combined"]["final_norm"]
