@@ -1,7 +1,7 @@
 """Fine-tuning with isotropy penalties, and measures of the geometry of language-model representations.
 
 The public names of this package are imported on first use. They depend on torch only, except those of results: `load`,
-`load_runs`, `compare`, `Geometry` and `Comparison` need `istar[train]`.
+`load_runs`, `measure`, `compare`, `Geometry` and `Comparison` need `istar[train]`.
 """
 
 import importlib
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from istar.geometry.compared_geometries import compare as compare
     from istar.geometry.geometry import Geometry as Geometry
     from istar.geometry.geometry import load as load
+    from istar.geometry.measuring import measure as measure
     from istar.hidden_states import *  # noqa: F403
     from istar.measures import isoscore as isoscore
     from istar.measures import isoscore_star as isoscore_star
@@ -43,6 +44,7 @@ _MODULE_OF_READERS = {
     "compare": "istar.geometry.compared_geometries",
     "load": "istar.geometry.geometry",
     "load_runs": "istar.reports.run_frame",
+    "measure": "istar.geometry.measuring",
 }
 """Functions and classes that need more than torch. `from istar import *` leaves them out."""
 _PACKAGES = ("istar.regularizers", "istar.hidden_states")

@@ -32,8 +32,6 @@ NUM_EXAMPLES = 1_000
 """Number of examples, from the first one on, whose mean states are kept for the similarity of layers."""
 NUM_GROUPS = 10
 """Number of groups of examples for standard errors."""
-SENTENCES = 32
-"""Number of sentences that a SentenceTransformer reads at once."""
 
 
 @overload
@@ -290,10 +288,12 @@ def _measure_sentences(
     from istar.geometry.collect.measure_batches import measure_batches
     from istar.geometry.collect.sentence_reader import SentenceReader, sort_sentences
 
-    with SentenceReader(model, special_tokens) as reader:
+    batches = sort_sentences(sentences)
+    first = next(batches)
+    with SentenceReader(model, first[0], special_tokens=special_tokens) as reader:
         collected = measure_batches(
             reader,
-            sort_sentences(sentences, SENTENCES),
+            itertools.chain([first], batches),
             SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed),
             make_labels(NUM_GROUPS, groups, ids),
             _describe_model(model),

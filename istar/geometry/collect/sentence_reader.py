@@ -1,16 +1,39 @@
 """Reads the layers of a sentence-transformers model, and the sentence embeddings of the same pass."""
 
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
-from istar.errors import check_one_of
+from istar.errors import UserError, check_one_of
 from istar.geometry.collect.batch_reader import Batch, BatchReader
 from istar.geometry.collect.state_rows import Places
 from istar.models.special_tokens import special_tokens as find_special_tokens
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
+
+
+_WINDOW_SIZE = 4_096
+"""Number of sentences that are read ahead and sorted by length."""
+
+
+def sort_sentences(sentences: Iterable[str], batch_size: int = 32) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield batches of sentences of similar length, so that they need little padding, with their numbers `(batch,)`.
+
+    Raises a `UserError` for anything but strings.
+    """
+    numbered = enumerate(sentences)
+    while window := list(islice(numbered, _WINDOW_SIZE)):
+        for number, sentence in window:
+            if not isinstance(sentence, str):
+                raise UserError(f"sentence {number} is a {type(sentence).__name__}; expected strings")
+        window.sort(key=lambda item: len(item[1]), reverse=True)
+        for start in range(0, len(window), batch_size):
+            numbers, batch = zip(*window[start : start + batch_size], strict=True)
+            yield list(batch), torch.tensor(numbers, device="cpu")
 
 
 class SentenceReader(BatchReader):

@@ -39,7 +39,9 @@ def summarize_source(statistics: SourceSums, name_token: NameToken = str) -> dic
         },
         "norms": {tap: trim_norm_histogram(layer) for tap, layer in layers.items()},
         "extremes": {tap: find_extreme_dimensions(layer) for tap, layer in layers.items()},
-        "by_position": {tap: _round_columns(layer.summarize_by_position()) for tap, layer in layers.items()},
+        "by_position": {
+            tap: _round_columns(layer.summarize_by_position()) for tap, layer in layers.items() if layer.positions
+        },
         "by_frequency": {tap: _round_columns(columns) for tap, columns in by_frequency.items()},
         "massive": {
             tap: describe_activations(summary, name_token) for tap, summary in massive.items() if summary is not None
