@@ -6,19 +6,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from istar.cli.options import find_placement
+from istar.cli.options import find_placement, make_parser
 from istar.drawing import page_folder
 from istar.drawing.page_tables import print_json
 from istar.drawing.terminal import make_console
 from istar.errors import UserError
+from istar.files.folders import split_label
+from istar.geometry.checks import Checks, read_checks
 from istar.geometry.collect import measure, measures_file, stream, trajectory, trajectory_file
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.pass_settings import MeasureSettings
+from istar.geometry.geometry import Geometry, load
+from istar.geometry.measuring import measure as measure_points
 from istar.geometry.show import compare_page, terminal_tables
 from istar.models import saved_checkpoints
 from istar.models.saved_checkpoints import ModelArgument
 from istar.texts import corpus
 from istar.texts.corpus import Source
+from istar.vectors.vector_files import is_vector_file, split_key
+
+_FILES = f"{measures_file.CSV_FILE} and {measures_file.JSON_FILE}"
+_OPTIONS_OF_MODELS = (
+    *("text", "length", "documents", "special_tokens", "batch_tokens", "max_tokens", "shuffle_buffer", "groups"),
+    *("no_intra", "dtype", "device_map", "max_memory", "offload_folder", "revisions", "checkpoints", "steps"),
+)
+"""Options that do not go with files of vectors."""
+
+
+class BeyondBounds(UserError):  # noqa: N818
+    """Raised at the end if measures are beyond their bounds."""
+
+    exit_code = 1
 
 
 def run(options: argparse.Namespace) -> None:
@@ -26,6 +44,10 @@ def run(options: argparse.Namespace) -> None:
 
     The results of a single model are in `--out`, and of several in subfolders with their labels.
     """
+    checks = None if options.check is None else read_checks(options.check)
+    if any(is_vector_file(split_label(name)[1]) for name in options.models):
+        _print_points(options, checks)
+        return
     if not options.text:
         raise UserError("--text is missing; expected a file or folder of text, or --list to see the measures")
     settings = make_measure_settings(options)
@@ -36,11 +58,50 @@ def run(options: argparse.Namespace) -> None:
     sources = corpus.parse_sources(options.text)
     with stream.join_process_group() as rank:
         if not options.revisions and options.checkpoints is None:
-            _print_models(options, models, sources, settings, rank)
+            _print_models(options, models, sources, settings, rank, checks)
         elif rank == 0 and "WORLD_SIZE" not in os.environ:
             _print_trajectory(options, models, sources, settings)
+            _check(load(options.out), checks)
         else:
             raise UserError("--revisions and --checkpoints are measured by one process; call them without torchrun")
+
+
+def _print_points(options: argparse.Namespace, checks: Checks | None) -> None:
+    """Measure files of vectors, print their table, and write their page."""
+    defaults = vars(make_parser().parse_args(["measure"]))
+    for name in _OPTIONS_OF_MODELS:
+        if getattr(options, name) != defaults[name]:
+            raise UserError(f"--{name.replace('_', '-')} does not go with files of vectors; leave it out")
+    sources = {label or Path(path).stem: path for label, path in map(split_label, options.models)}
+    if len(sources) < len(options.models):
+        raise UserError("several files have the same name; give them names, as in first=<file>")
+    page_folder.check(options.out, compare_page.MODEL_KIND, [split_key(path)[0] for path in sources.values()])
+    geometry = measure_points(
+        sources if len(sources) > 1 else next(iter(sources.values())),
+        measures=options.measures,
+        sample=options.sample,
+        seed=options.seed,
+        device=None if options.device == "auto" else options.device,
+        progress=True,
+    )
+    geometry = Geometry(replace(geometry.measurements, command=options.typed))
+    console = make_console(stderr=options.json)
+    if options.json:
+        print_json({geometry.label: measures_file.layer_frame(geometry.measurements)})
+    else:
+        console.print(terminal_tables.make_model_table(geometry.label, geometry.measurements))
+    console.out(f"{geometry.save(options.out)}, and figures, tables, {_FILES} next to it", highlight=False)
+    _check(geometry, checks)
+
+
+def _check(geometry: Geometry, checks: Checks | None) -> None:
+    """Print a line for each measure that is beyond its bounds, and raise `BeyondBounds` if there are any."""
+    violations = geometry.check(checks) if checks else []
+    for violation in violations:
+        make_console(stderr=True).print(f"{geometry.label}: {violation}", highlight=False, soft_wrap=True)
+    if violations:
+        verb = "measure is" if len(violations) == 1 else "measures are"
+        raise BeyondBounds(f"{len(violations)} {verb} beyond the bounds of --check")
 
 
 def make_measure_settings(options: argparse.Namespace) -> MeasureSettings:
@@ -83,6 +144,7 @@ def _print_models(
     sources: Sequence[Source],
     settings: MeasureSettings,
     rank: int,
+    checks: Checks | None,
 ) -> None:
     if not models:
         raise UserError("model is missing; expected a hub id, a folder or a run, or --checkpoints")
@@ -90,15 +152,17 @@ def _print_models(
         raise UserError("--steps is for several checkpoints; expected --checkpoints or --revisions with it")
     saved_checkpoints.check_distinct_labels([model.default_label for model in models])
     folders = {model: options.out / model.default_label if len(models) > 1 else options.out for model in models}
-    console, frames = make_console(stderr=options.json), {}
+    console, frames, geometries = make_console(stderr=options.json), {}, []
     for model, measurements, page_path in measure_models(options, folders, sources, settings, rank):
         frames[model.default_label] = measures_file.layer_frame(measurements)
+        geometries.append(Geometry(measurements))
         if not options.json:
             console.print(terminal_tables.make_model_table(model.default_label, measurements))
-        files = f"{measures_file.CSV_FILE} and {measures_file.JSON_FILE}"
-        console.out(f"{page_path}, and figures, tables, {files} next to it", highlight=False)
+        console.out(f"{page_path}, and figures, tables, {_FILES} next to it", highlight=False)
     if options.json and rank == 0:
         print_json(frames)
+    for geometry in geometries:
+        _check(geometry, checks)
 
 
 def _print_trajectory(

@@ -139,13 +139,18 @@ def _add_watch_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_measure_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("models", nargs="*", metavar="model", help=_MODEL_HELP)
+    models_help = f"{_MODEL_HELP}; or [name=]<file of vectors>[:key], .npy, .npz, .safetensors, .pt, .parquet or .jsonl"
+    add("models", nargs="*", metavar="model", help=models_help)
     _add_measuring_options(parser)
     _add_output(parser, "geometry")
     _add_figures(parser)
     _add_list(parser, "--revisions", "instead of a model's revision: several, to measure one by one")
     add("--checkpoints", help="instead of a model: a pattern 'folder/*' of saved models, runs or .ckpt files")
     add("--steps", type=Path, help="CSV table with the columns checkpoint and step, for checkpoints that record none")
+    check_help = (
+        "YAML file of bounds, such as layer_*: {isoscore: [0.05, null]}; exit code 1 if an interval is beyond one"
+    )
+    add("--check", type=Path, help=check_help)
     add("--list", nargs="?", const="", metavar="measure", help="list all measures, or describe one, and exit")
     parser.set_defaults(minima=_MEASURING_MINIMA)
 
@@ -232,7 +237,9 @@ COMMANDS = {
     "watch": Command(
         "show a live table of the sweeps in a folder, also of other machines", "train", _add_watch_options
     ),
-    "measure": Command("measure the geometry of models' layers on texts", "train", _add_measure_options),
+    "measure": Command(
+        "measure the geometry of models' layers on texts, or of vectors in files", "train", _add_measure_options
+    ),
     "compare": Command("compare the geometry of several models on one page", "train", _add_compare_options),
     "embed": Command(
         "measure embedding matrices, raw and post-processed, and their word similarity", "train", _add_embed_options

@@ -16,6 +16,8 @@ from istar.measures.catalogue import MEASURES
 
 Bounds = tuple[float | None, float | None]
 """Smallest and largest value that is accepted; None for no bound."""
+Checks = Mapping[str, Mapping[str, Bounds]]
+"""Bounds by pattern of states and by measure."""
 _NAMES = [measure.name for measure in MEASURES if measure.subject == "layers"]
 
 
@@ -92,9 +94,7 @@ def parse_bounds(name: str, bounds: Any) -> Bounds:
     return low, high
 
 
-def find_violations(
-    table: pd.DataFrame, num_groups: int, checks: Mapping[str, Mapping[str, Bounds]]
-) -> Iterator[Violation]:
+def find_violations(table: pd.DataFrame, num_groups: int, checks: Checks) -> Iterator[Violation]:
     """Yield the values of a table that are beyond their bounds; see `istar.geometry.geometry.Geometry.check`.
 
     Args:

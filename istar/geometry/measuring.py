@@ -19,13 +19,10 @@ from istar.geometry.collect.pass_settings import MeasureSettings, SpecialTokens,
 from istar.geometry.geometry import Geometry
 
 if TYPE_CHECKING:
-    import numpy as np
-    import pandas as pd
-
     from istar.geometry.collect.labels import ItemLabels
     from istar.texts.corpus import Documents
+    from istar.vectors.clouds import PointSource
 
-    Points = Tensor | np.ndarray | pd.DataFrame | Sequence[Sequence[float]]
     Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 
 NUM_EXAMPLES = 1_000
@@ -36,7 +33,7 @@ NUM_GROUPS = 10
 
 @overload
 def measure(
-    points: Points | Mapping[str, Points] | str | Path,
+    points: PointSource,
     /,
     *,
     key: str | Sequence[str] | None = None,
