@@ -123,7 +123,9 @@ def find_layers_in_call(model: nn.Module, call: Callable[[], object]) -> ModelLa
     def is_final(call: Call) -> bool:
         if last_output is None:  # without modules for layers, only the output of the norm is known
             return _are_equal(call.output, trial.last_state)
-        return last_output.dim() == 3 and _are_equal(call.input, last_output)
+        # Heads of masked language models end with a norm, too, after a dense layer.
+        is_single = next(call.module.children(), None) is None
+        return is_single and last_output.dim() == 3 and _are_equal(call.input, last_output)
 
     return replace(layers, norm=_find_norm(head_model, trial, is_final))
 
@@ -203,7 +205,7 @@ def select_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> list[
         if isinstance(item, nn.Module):
             modules.append(item)
             continue
-        pattern = re.compile(re.escape(item).replace(r"\*", "[^.]+"))
+        pattern = re.compile(re.escape(item).replace(r"\*", "[^.]*"))
         found = [module for name, module in named_modules.items() if name and pattern.fullmatch(name)]
         if not found:
             raise UserError(
@@ -430,7 +432,9 @@ def make_trial_ids(base_model: Any) -> Tensor:
 
 
 def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:
-    return tensor is not None and tensor.shape == state.shape and torch.equal(tensor.to(state.device), state)
+    if tensor is None or (tensor.shape, tensor.dtype) != (state.shape, state.dtype):
+        return False
+    return torch.allclose(tensor.to(state.device), state, rtol=0, atol=0, equal_nan=True)
 
 
 def uncompiled() -> AbstractContextManager[object]:

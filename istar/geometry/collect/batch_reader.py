@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError, check_one_of, shorten
-from istar.geometry.collect.state_rows import Channels, Places, count_constant_places, map_tensors, to_places
+from istar.geometry.collect.state_rows import (
+    Channels,
+    Places,
+    count_constant_places,
+    leave_out_first,
+    map_tensors,
+    to_places,
+)
 from istar.hidden_states.call_arguments import read_argument_names
 from istar.hidden_states.model_layers import eval_mode, select_modules, uncompiled
 from istar.hidden_states.offloading import find_input_device
@@ -129,20 +136,17 @@ class BatchReader:
         """Return what `read` returns from the states of a batch that `run` has returned."""
         mask = self._find_mask(batch)
         places = {name: to_places(name, state, mask, self._channels, self._config) for name, state in states.items()}
-        shapes = {name: state.values.shape for name, state in places.items()}
-        for name, (values, counts) in places.items():
-            if self._widths.setdefault(name, values.shape[-1]) != values.shape[-1]:
-                raise UserError(
-                    f"{name} has width {values.shape[-1]}; expected {self._widths[name]} as in earlier batches"
-                )
+        for name, (values, _) in places.items():
+            width = self._widths.setdefault(name, values.shape[-1])
+            if values.shape[-1] != width:
+                raise UserError(f"{name} has width {values.shape[-1]}; expected {width} as in earlier batches")
+        shapes = {name: values.shape[:2] for name, (values, _) in places.items()}
+        if self._num_constant_places:
             # Other states, as after a pooling, have other places.
-            if self._num_constant_places and shapes[name][:2] == shapes[self.names[0]][:2]:
-                counts = values.new_ones(shapes[name][:2], dtype=torch.bool) if counts is None else counts.clone()
-                counts[:, : self._num_constant_places] = False
-                places[name] = Places(values, counts)
+            names = [name for name, shape in shapes.items() if shape == shapes[self.names[0]]]
+            places |= {name: leave_out_first(places[name], self._num_constant_places) for name in names}
         token_ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        has_ids = token_ids is not None and any(shape[:2] == token_ids.shape for shape in shapes.values())
-        return places, token_ids if has_ids else None
+        return places, token_ids if token_ids is not None and token_ids.shape in shapes.values() else None
 
     def _call_model(self, call: Callable[..., Any], batch: Batch) -> Any:
         args, kwargs = self._split_batch(map_tensors(batch, lambda values: values.to(self.device)))
@@ -171,6 +175,7 @@ class BatchReader:
 
     def _find_mask(self, batch: Batch) -> Tensor | None:
         """Return which places of a batch count, `(batch, places)`, apart from those that do not depend on the input."""
+        mask: Any
         if callable(self._mask):
             mask = self._mask(batch)
         else:
@@ -185,7 +190,12 @@ class BatchReader:
                     "return with return_special_tokens_mask=True"
                 )
             is_content = torch.as_tensor(batch["special_tokens_mask"]) == 0
-            mask = is_content if mask is None else is_content & torch.as_tensor(mask).to(is_content).bool()
+            mask = is_content if mask is None else torch.as_tensor(mask)
+            if mask.shape != is_content.shape:
+                raise UserError(
+                    f"special_tokens_mask has shape {tuple(is_content.shape)}; expected {tuple(mask.shape)} as the mask"
+                )
+            mask = mask.bool() & is_content.to(mask.device)
         mask = None if mask is None else torch.as_tensor(mask).bool()
         if mask is not None and mask.dim() != 2:
             raise UserError(f"the mask has shape {tuple(mask.shape)}; expected (batch, places): mask= a function")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from istar.hidden_states.model_layers import make_trial_ids
+from istar.hidden_states.model_layers import make_trial_ids, uncompiled
 from istar.hidden_states.offloading import find_input_device
 from istar.hidden_states.reader import HiddenStateReader
 from istar.measures.numerics import full_precision
@@ -50,7 +50,9 @@ class BlockReader:
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the model on its inputs, and return the hidden states `(batch, tokens, d)` by name."""
-        _, states = self._reader.call(self._reader.base_model, **inputs, output_hidden_states=False, use_cache=False)
+        options = {"output_hidden_states": False, "use_cache": False}
+        with uncompiled():
+            _, states = self._reader.call(self._reader.base_model, **inputs, **options)
         states |= {name: states[name].cpu() for name in self._offloaded}
         self.devices = {name: state.device for name, state in states.items()}
         return states

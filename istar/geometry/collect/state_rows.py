@@ -52,15 +52,15 @@ def to_places(name: str, state: Tensor, mask: Tensor | None, channels: Channels 
         return Places(state[:, None], None)
     if state.dim() != 3:
         raise UserError(f"{name} has shape {tuple(state.shape)}; expected (batch, d) or (batch, places, d)")
-    shape = state.shape[:2]
-    if mask is not None and mask.shape != shape:
+    num_examples, num_places = int(state.shape[0]), int(state.shape[1])
+    if mask is not None and mask.shape != (num_examples, num_places):
         frames = count_frames(mask, config)
-        if frames is None or (len(mask), frames[-1]) != shape:
+        if frames is None or (len(mask), frames[-1]) != (num_examples, num_places):
             raise UserError(
-                f"the mask has shape {tuple(mask.shape)}, and {name} has {shape[1]} places for {shape[0]} examples; "
-                "expected a mask of this shape: mask= a function of the batch that returns it"
+                f"the mask has shape {tuple(mask.shape)}, and {name} has {num_places} places for {num_examples} "
+                "examples; expected a mask of this shape: mask= a function of the batch that returns it"
             )
-        mask = torch.arange(shape[1], device=mask.device) < frames[:-1, None]
+        mask = torch.arange(num_places, device=mask.device) < frames[:-1, None]
     return Places(state, None if mask is None else mask.to(state.device))
 
 
@@ -99,6 +99,13 @@ def count_constant_places(first: Tensor, second: Tensor) -> int:
     """
     are_equal = (first == second).all(-1).all(0)
     return int(are_equal.int().cumprod(0).sum())
+
+
+def leave_out_first(places: Places, number: int) -> Places:
+    """Return places of which the first ones of each example do not count."""
+    are_counted = torch.arange(places.values.shape[1], device=places.values.device) >= number
+    mask = are_counted.expand(places.values.shape[:2]) if places.mask is None else places.mask & are_counted
+    return places._replace(mask=mask)
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from istar.errors import UserError
+from istar.geometry.collect.batch_reader import BatchReader
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.hidden_states.model_layers import find_layers
 from istar.hidden_states.reader import HiddenStateReader
@@ -299,6 +300,19 @@ def test_the_last_layer_of_opt_350m_is_before_its_projection() -> None:
     states = block_reader(make_inputs())
     for tap, output in zip(block_reader.names[1:], expected, strict=True):
         torch.testing.assert_close(states[tap], output, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_batches_of_the_caller_have_the_same_states_as_texts(name: str) -> None:
+    model, inputs = build(name), make_inputs()
+    block_reader = BlockReader(model)
+    expected = block_reader(inputs)
+    with BatchReader(model, inputs) as reader:
+        states, token_ids = reader.read(inputs)
+    assert (tuple(states), reader.norm) == (tuple(expected), block_reader.norm)
+    assert all(torch.equal(states[state].values, values) for state, values in expected.items())
+    assert all(torch.equal(places.mask, inputs["attention_mask"].bool()) for places in states.values())
+    assert token_ids is inputs["input_ids"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
