@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 from zipfile import ZipFile
 
@@ -91,10 +92,13 @@ def explain_file_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{path} needs {error.name}; pip install 'istar[train]'") from error
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file") from error
-    except Exception as error:  # the libraries have no common class of errors
+    except UnpicklingError as error:
         raise UserError(
-            f"{path} cannot be read; expected a complete {path.suffix} file without pickled objects ({shorten(error)})"
+            f"{path} has pickled objects, which could execute code; expected nothing but tensors"
         ) from error
+    except Exception as error:  # the libraries have no common class of errors
+        reason = shorten(error, 120)
+        raise UserError(f"{path} cannot be read; expected a complete {path.suffix} file ({reason})") from error
 
 
 def _open(path: Path, name: str, matrices: Mapping[str, _Matrix]) -> Cloud:
@@ -309,7 +313,7 @@ def _to_vector(path: Path, line_number: int, value: Any, key: str, dim: int) -> 
     if not isinstance(row, list) or len(row) != dim or not set(map(type, row)) <= {float, int}:
         found = f"a list of {len(row)} values" if isinstance(row, list) else f"a {type(row).__name__}"
         raise UserError(f"{path}, line {line_number}: {found}; expected a list of {dim} numbers, as in the first line")
-    return torch.tensor(row, dtype=torch.float64)
+    return torch.tensor(row, dtype=torch.float64, device="cpu")
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
