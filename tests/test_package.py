@@ -183,6 +183,7 @@ def test_torch_is_enough_for_measures_and_penalties(tmp_path: Path) -> None:
     code = """
 import istar, istar.measures, istar.regularizers
 import torch
+istar.Whitening().fit(torch.randn(300, 5)).transform(torch.randn(1, 5))
 print(istar.__version__, float(istar.measures.isoscore(torch.randn(300, 5))) > 0)
 from istar.cli.main import main
 for command in (["train"], ["report", "runs"], ["measure", "model", "--text", "text"]):

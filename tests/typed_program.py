@@ -32,5 +32,6 @@ def measure(batches: list[Tensor]) -> tuple[float, float]:
     sims = IntraSim(types=10, dim=8).update(batches[0], torch.zeros(len(batches[0]), dtype=torch.long))
     star: Tensor = isoscore_star(batches[0], moments.covariance(), zeta=0.8)
     estimate = two_nn_with_error(batches[0])
-    print(sims, CosReg(weight=1.0)([batches[0][None], batches[0][None]]))
+    whitened: Tensor = istar.Whitening(dimensions=2).fit(batches[0]).transform(batches[0])
+    print(whitened, sims, CosReg(weight=1.0)([batches[0][None], batches[0][None]]))
     return float(star), float(estimate.value)

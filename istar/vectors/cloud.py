@@ -53,24 +53,24 @@ def cloud_of_slices(name: str, shape: Sequence[int], read_rows: Callable[[int, i
     return Cloud(name, num_points, dim, read_blocks, read_spread_rows)
 
 
-def cloud_of_tensor(name: str, points: Tensor) -> Cloud:
+def cloud_of_tensor(name: str, points: Tensor, min_points: int = 0) -> Cloud:
     """Make a cloud from a tensor on any device. Raises a `UserError` if it is not dense, or as `check_cloud` does."""
     if points.layout != torch.strided or points.is_nested:
         raise UserError(f"{name}: a sparse or nested tensor; expected a dense one, as from .to_dense()")
     if points.is_meta:
         raise UserError(f"{name}: a tensor on the device meta, which has no values; expected a device with memory")
-    check_cloud(name, points.shape, points.dtype, points.is_floating_point(), ".float()")
+    check_cloud(name, points.shape, points.dtype, points.is_floating_point(), ".float()", min_points)
     values = points.detach()
     return cloud_of_slices(name, points.shape, lambda start, stop: values[start:stop])
 
 
-def cloud_of_array(name: str, points: "np.ndarray[Any, Any]") -> Cloud:
+def cloud_of_array(name: str, points: "np.ndarray[Any, Any]", min_points: int = 0) -> Cloud:
     """Make a cloud from an array of any strides and byte order. Raises a `UserError` as `check_cloud` does."""
     import numpy as np
 
     # torch lacks NumPy's longer floats.
     is_floating = points.dtype.kind == "f" and points.dtype.itemsize <= 8
-    check_cloud(name, points.shape, points.dtype, is_floating, '.astype("float32")')
+    check_cloud(name, points.shape, points.dtype, is_floating, '.astype("float32")', min_points)
     dtype = points.dtype.newbyteorder("=")
     # torch takes only arrays that may be written to and whose addresses ascend, so the rows are copied.
     return cloud_of_slices(
@@ -87,22 +87,20 @@ def spread(count: int, total: int) -> list[int]:
     return [round(place * (total - 1) / max(1, count - 1)) for place in range(count)]
 
 
-def check_cloud(label: str, shape: Sequence[int], dtype: object, is_floating: bool, cast: str) -> None:
+def check_cloud(
+    label: str, shape: Sequence[int], dtype: object, is_floating: bool, cast: str, min_points: int = 0
+) -> None:
     """Raise a `UserError` unless values of this shape and dtype are points `(n, d)`. The message begins with the label.
 
     `cast` is the call that converts integers, such as `.float()`.
     """
     if len(shape) != 2:
-        fix = f"; .reshape(-1, {shape[-1]}) makes each place a row" if len(shape) > 2 else ""
+        fix = f"; .reshape(-1, {shape[-1]}) makes each place a row" if len(shape) == 3 else ""
         raise UserError(f"{label}: the shape is {tuple(shape)}; expected (n, d){fix}")
     if not is_floating:
         fix = f"; convert integers with {cast}" if "int" in str(dtype) or "bool" in str(dtype) else ""
         raise UserError(f"{label}: the dtype is {dtype}; expected floating numbers{fix}")
     if shape[1] < 2:
         raise UserError(f"{label}: the shape is {tuple(shape)}; expected points of width 2 or more")
-
-
-def check_num_points(label: str, num_points: int) -> None:
-    """Raise a `UserError` for fewer than `MIN_CLOUD_POINTS` points."""
-    if num_points < MIN_CLOUD_POINTS:
-        raise UserError(f"{label}: {num_points} points are too few; expected {MIN_CLOUD_POINTS} or more")
+    if shape[0] < min_points:
+        raise UserError(f"{label}: {shape[0]} points are too few; expected {min_points} or more")

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import NonFiniteError, UserError, shorten
-from istar.vectors.cloud import (
-    Cloud,
-    check_cloud,
-    check_num_points,
-    cloud_of_array,
-    cloud_of_slices,
-    cloud_of_tensor,
-)
+from istar.vectors.cloud import MIN_CLOUD_POINTS, Cloud, check_cloud, cloud_of_array, cloud_of_slices, cloud_of_tensor
 from istar.vectors.vector_files import open_vector_file
 
 if TYPE_CHECKING:
@@ -49,7 +42,7 @@ def open_clouds(points: PointSource, key: str | Sequence[str] | None = None) -> 
     if key is not None:
         raise UserError(f"key={key!r} needs a file; expected no key for points in memory")
     if not isinstance(points, Mapping):
-        return [_open_large_enough("points", points)]
+        return [cloud_in_memory("points", points, MIN_CLOUD_POINTS)]
     if not points:
         raise UserError("the mapping has no clouds; expected at least one name with points")
     return [_open_named(str(name), source) for name, source in points.items()]
@@ -72,24 +65,26 @@ def check_finite_rows(cloud: Cloud) -> None:
         )
 
 
-def cloud_in_memory(label: str, points: Any) -> Cloud:
-    """Return the cloud of a tensor, an array, a data frame or a list, of any number of rows.
+def cloud_in_memory(label: str, points: Any, min_points: int = 0) -> Cloud:
+    """Return the cloud of a tensor, an array, a data frame or a list, of at least `min_points` points.
 
     Raises:
-        UserError: as `open_clouds`, except for the number of points. The message begins with the label.
+        UserError: as `open_clouds`. The message begins with the label.
     """
     if isinstance(points, Sequence) and not isinstance(points, str) and points and isinstance(points[0], Tensor):
         points = _convert(label, torch.stack, list(points))
     if isinstance(points, Tensor):
-        return cloud_of_tensor(label, points)
+        return cloud_of_tensor(label, points, min_points)
     if is_frame(points):
-        return _cloud_of_frame(label, points)
+        return _cloud_of_frame(label, points, min_points)
     import numpy as np
 
-    array = _convert(label, np.asarray, points)
+    # A masked value becomes NaN; any other array stays as it is.
+    array = _convert(label, lambda source: np.ma.filled(source, np.nan), points)
     if array.dtype == object:
-        raise UserError(f"{label}: a {type(points).__name__} of objects; expected numbers; numpy.stack joins vectors")
-    return cloud_of_array(label, array)
+        name = type(points).__name__
+        raise UserError(f"{label}: a {name} of objects; expected numbers (n, d); numpy.stack joins a list of vectors")
+    return cloud_of_array(label, array, min_points)
 
 
 def is_frame(points: object) -> bool:
@@ -100,20 +95,14 @@ def is_frame(points: object) -> bool:
 
 def _open_named(name: str, source: PointSource) -> Cloud:
     if not isinstance(source, str | Path):
-        return _open_large_enough(name, source)
+        return cloud_in_memory(name, source, MIN_CLOUD_POINTS)
     clouds = open_vector_file(source)
     if len(clouds) != 1:
         raise UserError(f"{source} has {len(clouds)} clouds; expected one for the name {name}")
     return dataclasses.replace(clouds[0], name=name)
 
 
-def _open_large_enough(label: str, points: PointSource) -> Cloud:
-    cloud = cloud_in_memory(label, points)
-    check_num_points(label, cloud.num_points or 0)
-    return cloud
-
-
-def _cloud_of_frame(label: str, frame: "pd.DataFrame") -> Cloud:
+def _cloud_of_frame(label: str, frame: "pd.DataFrame", min_points: int) -> Cloud:
     import numpy as np
 
     others = [str(column) for column, dtype in frame.dtypes.items() if getattr(dtype, "kind", "") != "f"]
@@ -124,7 +113,7 @@ def _cloud_of_frame(label: str, frame: "pd.DataFrame") -> Cloud:
         )
     # Columns of pandas' own dtypes name the dtype of NumPy; a missing value becomes NaN.
     dtype = np.result_type(*(getattr(dtype, "numpy_dtype", dtype) for dtype in frame.dtypes), np.float16)
-    check_cloud(label, frame.shape, dtype, True, "")
+    check_cloud(label, frame.shape, dtype, True, "", min_points)
 
     def read_rows(start: int, stop: int) -> Tensor:
         rows = frame.iloc[start:stop].to_numpy(dtype, copy=True, na_value=np.nan)
@@ -137,4 +126,4 @@ def _convert(label: str, convert: Any, points: Any) -> Any:
     try:
         return convert(points)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"{label}: not a matrix: {shorten(error)}; expected rows of equal length") from error
+        raise UserError(f"{label}: not a matrix ({shorten(error, 80)}); expected rows of equal length") from error

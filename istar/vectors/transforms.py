@@ -199,7 +199,7 @@ class AllButTheTop(Transform):
     def _compute_matrix(self, moments: Moments) -> Tensor:
         num_removed = count_top_components(moments.dim, self.components)
         _, axes = _find_principal_axes(moments)
-        return remove_directions(torch.eye(moments.dim, dtype=axes.dtype), axes[:, :num_removed])
+        return remove_directions(torch.eye(moments.dim, dtype=axes.dtype, device=axes.device), axes[:, :num_removed])
 
 
 @dataclass(eq=False)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
@@ -19,7 +21,6 @@ from istar.vectors.cloud import (
     MIN_CLOUD_POINTS,
     Cloud,
     check_cloud,
-    check_num_points,
     cloud_of_array,
     cloud_of_slices,
     cloud_of_tensor,
@@ -91,10 +92,13 @@ def explain_file_errors(path: Path) -> Iterator[None]:
         raise UserError(f"{path} needs {error.name}; pip install 'istar[train]'") from error
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file") from error
-    except Exception as error:  # the libraries have no common class of errors
+    except UnpicklingError as error:
         raise UserError(
-            f"{path} cannot be read; expected a complete {path.suffix} file without pickled objects ({shorten(error)})"
+            f"{path} has pickled objects, which could execute code; expected nothing but tensors"
         ) from error
+    except Exception as error:  # the libraries have no common class of errors
+        reason = shorten(error, 120)
+        raise UserError(f"{path} cannot be read; expected a complete {path.suffix} file ({reason})") from error
 
 
 def _open(path: Path, name: str, matrices: Mapping[str, _Matrix]) -> Cloud:
@@ -103,10 +107,10 @@ def _open(path: Path, name: str, matrices: Mapping[str, _Matrix]) -> Cloud:
         raise UserError(f"{path} has no key {name}{did_you_mean(name, matrices)}; {known_keys}")
     matrix, label = matrices[name], f"{path}:{name}" if name else str(path)
     shape = [MIN_CLOUD_POINTS if size is None else size for size in matrix.shape]
-    check_cloud(label, shape, matrix.dtype, matrix.is_floating, ".astype before they are saved")
-    check_num_points(label, shape[0])
+    cast = ".astype before they are saved"
+    check_cloud(label, shape, matrix.dtype, matrix.is_floating, cast, MIN_CLOUD_POINTS)
     cloud = matrix.open(name or path.stem)
-    check_cloud(label, (shape[0], cloud.dim), matrix.dtype, True, "")
+    check_cloud(label, (shape[0], cloud.dim), matrix.dtype, True, cast)
 
     def read_blocks(max_points: int) -> Iterator[Tensor]:
         with explain_file_errors(path):
@@ -152,19 +156,18 @@ def _list_npy(path: Path) -> dict[str, _Matrix]:
 
 
 def _list_npz(path: Path) -> dict[str, _Matrix]:
-    import numpy as np
+    from numpy.lib import format as npy
 
-    def list_member(archive: Any, member: str) -> _Matrix:
-        with archive.zip.open(f"{member}.npy") as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
+    def list_member(archive: ZipFile, member: str) -> _Matrix:
+        with archive.open(member) as file:
+            read_header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
+            shape, _, dtype = read_header(file)
         return _Matrix(shape, str(dtype), dtype.kind == "f", lambda name: open_member(name, shape, member))
 
     def open_member(name: str, shape: Sequence[int], member: str) -> Cloud:
         def load() -> Cloud:
-            with np.load(path, allow_pickle=False) as archive:
-                return cloud_of_array(name, archive[member])
+            with ZipFile(path) as archive, archive.open(member) as file:
+                return cloud_of_array(name, npy.read_array(file, allow_pickle=False))
 
         def read_blocks(max_points: int) -> Iterator[Tensor]:
             return load().read_blocks(max_points)
@@ -172,8 +175,9 @@ def _list_npz(path: Path) -> dict[str, _Matrix]:
         # The whole member is in memory only while it is read.
         return Cloud(name, shape[0], shape[1], read_blocks, lambda max_points: load().read_spread_rows(max_points))
 
-    with np.load(path, allow_pickle=False) as archive:
-        return {member: list_member(archive, member) for member in archive.files}
+    with ZipFile(path) as archive:
+        members = [name for name in archive.namelist() if name.endswith(".npy")]
+        return {member.removesuffix(".npy"): list_member(archive, member) for member in members}
 
 
 def _list_safetensors(path: Path) -> dict[str, _Matrix]:
@@ -212,14 +216,11 @@ def _list_parquet(path: Path) -> dict[str, _Matrix]:
         schema, num_rows = file.schema_arrow, file.metadata.num_rows
 
     def list_column(field: Any) -> _Matrix:
-        if not _is_list(field.type):
-            return _Matrix(
-                (num_rows,), str(field.type), types.is_floating(field.type), partial(_open_parquet, path, [])
-            )
-        dim = field.type.list_size if types.is_fixed_size_list(field.type) else None
-        is_floating = types.is_floating(field.type.value_type)
-        shape, dtype = (num_rows, dim), str(field.type.value_type)
-        return _Matrix(shape, dtype, is_floating, partial(_open_parquet, path, [field.name]))
+        is_list, is_fixed = _is_list(field.type), types.is_fixed_size_list(field.type)
+        shape = (num_rows, field.type.list_size if is_fixed else None) if is_list else (num_rows,)
+        number_type = field.type.value_type if is_list else field.type
+        open_column = partial(_open_parquet, path, [field.name])
+        return _Matrix(shape, str(number_type), types.is_floating(number_type), open_column)
 
     if any(_is_list(field.type) for field in schema):
         return {field.name: list_column(field) for field in schema}
@@ -262,19 +263,17 @@ def _to_rows(path: Path, batch: Any, dim: int | None) -> Tensor:
     import numpy as np
     from pyarrow import compute
 
-    column = batch.column(0)
-    if not _is_list(column.type):
-        columns = batch.columns
-        rows = np.stack([values.to_numpy(zero_copy_only=False) for values in columns], 1)
-    else:
-        lengths = compute.list_value_length(column).to_numpy(zero_copy_only=False)  # NaN for a null
+    names, columns = batch.schema.names, batch.columns
+    if _is_list(columns[0].type):
+        lengths = compute.list_value_length(columns[0]).to_numpy(zero_copy_only=False)  # NaN for a null
         dim = lengths[0] if dim is None else dim
         if (lengths != dim).any():
-            raise UserError(f"{path}: column {batch.schema.names[0]} has nulls or rows of different lengths")
-        columns = [column.flatten()]
-        rows = columns[0].to_numpy(zero_copy_only=False).reshape(len(column), int(dim))
-    if any(values.null_count for values in columns):
-        raise UserError(f"{path}: column {batch.schema.names[0]} has nulls; expected numbers")
+            raise UserError(f"{path}: column {names[0]} has nulls or rows of different lengths; expected equal lengths")
+        columns = [columns[0].flatten()]
+    if null_names := [name for name, values in zip(names, columns, strict=True) if values.null_count]:
+        raise UserError(f"{path}: column {null_names[0]} has nulls; expected numbers")
+    arrays = [values.to_numpy(zero_copy_only=False) for values in columns]
+    rows = np.stack(arrays, 1) if len(arrays) > 1 else arrays[0].reshape(len(batch), -1)
     return torch.from_numpy(np.array(rows))
 
 
@@ -284,7 +283,8 @@ def _to_rows(path: Path, batch: Any, dim: int | None) -> Tensor:
 def _list_jsonl(path: Path) -> dict[str, _Matrix]:
     """List the keys of the first objects, or one matrix without a name if the lines are lists."""
     rows = [row for _, row in itertools.islice(_read_json_lines(path), MIN_CLOUD_POINTS)]
-    check_num_points(str(path), len(rows))
+    if len(rows) < MIN_CLOUD_POINTS:
+        raise UserError(f"{path}: {len(rows)} points are too few; expected {MIN_CLOUD_POINTS} or more")
     if isinstance(rows[0], dict):
         first_values = {key: [row.get(key) for row in rows if isinstance(row, dict)] for key in rows[0]}
     else:
@@ -301,19 +301,19 @@ def _list_jsonl(path: Path) -> dict[str, _Matrix]:
 
 def _open_jsonl(path: Path, key: str, dim: int, name: str) -> Cloud:
     def read_blocks(max_points: int) -> Iterator[Tensor]:
-        rows = (_to_vector(path, number, row.get(key) if key and isinstance(row, dict) else row, dim)
-                for number, row in _read_json_lines(path))  # fmt: skip
+        rows = (_to_vector(path, number, value, key, dim) for number, value in _read_json_lines(path))
         while block := list(itertools.islice(rows, max_points)):
             yield torch.stack(block)
 
     return Cloud(name, None, dim, read_blocks, lambda max_points: next(read_blocks(max_points)))
 
 
-def _to_vector(path: Path, line_number: int, row: Any, dim: int) -> Tensor:
+def _to_vector(path: Path, line_number: int, value: Any, key: str, dim: int) -> Tensor:
+    row = value if key == "" else value.get(key) if isinstance(value, dict) else None
     if not isinstance(row, list) or len(row) != dim or not set(map(type, row)) <= {float, int}:
         found = f"a list of {len(row)} values" if isinstance(row, list) else f"a {type(row).__name__}"
         raise UserError(f"{path}, line {line_number}: {found}; expected a list of {dim} numbers, as in the first line")
-    return torch.tensor(row, dtype=torch.float64)
+    return torch.tensor(row, dtype=torch.float64, device="cpu")
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

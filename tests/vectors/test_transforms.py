@@ -171,6 +171,13 @@ def test_rows_that_are_not_finite_are_mapped_and_not_fitted() -> None:
         Centering().fit(OTHERS * 1e200)
 
 
+def test_another_default_device_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "points.jsonl").write_text("".join(f"{row}\n" for row in POINTS.tolist()))
+    with torch.device("meta"):
+        mapped = AllButTheTop().fit(tmp_path / "points.jsonl").transform(OTHERS)
+    np.testing.assert_allclose(mapped, AllButTheTop().fit(POINTS).transform(OTHERS), rtol=1e-10, atol=1e-10)
+
+
 # ---- files
 
 
