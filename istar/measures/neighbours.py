@@ -18,8 +18,8 @@ from istar.measures.numerics import (
     upcast_blocks,
 )
 
-_DISTANCES_PER_BLOCK = 2**22
-"""Number of distances that are computed at once on a CPU: 16 MiB in float32, 32 MiB in float64."""
+_TILE_LENGTH = 2_048
+"""Number of rows, and of columns, of the distances computed at once on a CPU: 16 MiB in float32, 32 MiB in float64."""
 _NUM_MORE_IN_FLOAT32, _NUM_MORE_IN_FLOAT64 = 2, 14
 """Candidates beyond the k nearest: many in float64, because rounding changes the order of near duplicates."""
 _DUPLICATE_SHARE = 1e-3
@@ -238,37 +238,65 @@ def search_pairs(points: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
 
 
 def _find_nearest(points: Tensor, factors: Tensor, rows: Tensor, k: int, scale: float) -> _Nearest:
-    """Find the k nearest other points of some rows of points `(n, d)`.
+    """Find the k nearest other points of some rows, `(m,)`, of points `(n, d)`.
 
-    The candidates of a row have the smallest squared distances |x|² + |y|² - 2xy by a product of `factors`, the points
-    about an origin and times `scale`, in float32 or float64. With d + 8 roundings of relative size u at most, these are
-    wrong by at most (d + 8) u (|x|² + |y|²). A point y that is nearer than the k-th candidate, at the exact distance r,
-    has |y| < |x| + r. It is a candidate if the largest squared distance of the candidates exceeds r² by this error.
+    The candidates of a row have the smallest squared distances by products of `factors`, the points about an origin and
+    times `scale`, in any dtype. With d + 8 roundings of relative size u at most, |x|² + |y|² - 2xy is wrong by at most
+    (d + 8) u (|x|² + |y|²). A point y that is nearer than the k-th candidate, at the exact distance r, has |y| below
+    |x| + r. It is a candidate if the largest squared distance of the candidates exceeds r² by this error.
     """
     (n, d), limits = factors.shape, torch.finfo(factors.dtype)
     num_more = _NUM_MORE_IN_FLOAT64 if factors.dtype == torch.float64 else _NUM_MORE_IN_FLOAT32
     num_candidates = min(k + num_more, n - 1)
-    norms = factors.square().sum(1)
-    columns: list[list[Tensor]] = [[], [], [], []]
-    distances_per_block = _DISTANCES_PER_BLOCK if points.device.type == "cpu" else BLOCK_ON_DEVICES
-    for block in rows.split(max(1, distances_per_block // n)):
-        squares = torch.addmm(norms, factors[block], factors.T, alpha=-2).add_(norms[block, None])
-        own = (torch.arange(len(block), device=rows.device), block)
-        squares[own] = torch.inf  # a point is not its own neighbour
-        bounds, candidates = squares.topk(num_candidates, largest=False)
-        squares[own] = 0
-        mean_distances = squares.clamp_(min=0).sqrt_().sum(1).double() / (n - 1)
-        # Of equally far candidates, the stable sort takes the first ones.
-        candidates = candidates.sort(1).values
-        nearest, order = (_compute_distances(points, block, candidates) * scale).sort(stable=True)
-        farthest, own_norms = nearest[:, k - 1], norms[block].double().sqrt()
-        error = (d + 8) * limits.eps / 2 * (own_norms.square() + (own_norms + farthest).square()) + limits.tiny
-        is_certain = (farthest.square() + error <= bounds[:, -1]) | (num_candidates == n - 1)
-        for column, values in zip(
-            columns, (nearest[:, :k], candidates.gather(1, order[:, :k]), mean_distances, is_certain), strict=True
-        ):
-            column.append(values)
-    return _Nearest(*map(torch.cat, columns))
+    bounds, candidates, totals = _find_candidates(factors, rows, num_candidates)
+    # Of equally far candidates, the stable sort takes the first ones.
+    candidates = candidates.sort(1).values
+    nearest, order = (_compute_distances(points, rows, candidates) * scale).sort(stable=True)
+    farthest, own_norms = nearest[:, k - 1], row_norms(factors)[rows].double()
+    error = (d + 8) * limits.eps / 2 * (own_norms.square() + (own_norms + farthest).square()) + limits.tiny
+    is_certain = (farthest.square() + error <= bounds.amax(1)) | (num_candidates == n - 1)
+    return _Nearest(nearest[:, :k], candidates.gather(1, order[:, :k]), totals / (n - 1), is_certain)
+
+
+def _find_candidates(factors: Tensor, rows: Tensor, num_candidates: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the smallest squared distances of rows, `(m,)`, to other rows of factors `(n, d)`, and sums of distances.
+
+    Returns the squared distances and the other rows, `(m, num_candidates)` in any order, and the sums of the distances
+    to all others, `(m,)`, float64. A tile of distances serves its rows and, if all rows are asked for, its columns.
+    """
+    n, norms = len(factors), factors.square().sum(1)
+    smallest = factors.new_full((len(rows), num_candidates), torch.inf)
+    candidates = rows.new_zeros(len(rows), num_candidates)
+    totals = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+
+    def keep_smallest(places: slice, squares: Tensor, first_column: int) -> None:
+        values, columns = squares.topk(min(num_candidates, squares.shape[1]), largest=False)
+        values, order = torch.cat([smallest[places], values], 1).topk(num_candidates, largest=False)
+        candidates[places] = torch.cat([candidates[places], columns + first_column], 1).gather(1, order)
+        smallest[places] = values
+
+    length = _TILE_LENGTH if factors.device.type == "cpu" else math.isqrt(BLOCK_ON_DEVICES)
+    has_all_rows = len(rows) == n
+    for start in range(0, len(rows), length):
+        places = slice(start, min(start + length, len(rows)))
+        tile_rows = rows[places]
+        for first in range(start if has_all_rows else 0, n, length):
+            columns = slice(first, min(first + length, n))
+            squares = torch.addmm(norms[columns], factors[tile_rows], factors[columns].T, alpha=-2)
+            squares += norms[tile_rows, None]
+            own_places = ((tile_rows >= columns.start) & (tile_rows < columns.stop)).nonzero().squeeze(1)
+            own = own_places, tile_rows[own_places] - first
+            squares[own] = torch.inf  # a point is not its own neighbour
+            keep_smallest(places, squares, first)
+            is_mirrored = has_all_rows and first > start
+            if is_mirrored:
+                keep_smallest(columns, squares.T.contiguous(), start)
+            squares[own] = 0
+            squares.clamp_(min=0).sqrt_()
+            totals[places] += squares.sum(1)
+            if is_mirrored:
+                totals[columns] += squares.sum(0)
+    return smallest, candidates, totals
 
 
 def _compute_distances(points: Tensor, rows: Tensor, neighbours: Tensor) -> Tensor:

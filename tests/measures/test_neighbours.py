@@ -40,11 +40,9 @@ CLOUDS = {
 
 
 @pytest.mark.parametrize("points", CLOUDS.values(), ids=CLOUDS)
-@pytest.mark.parametrize("rows_per_block", [37, 10_000])
-def test_neighbours_and_their_measures(
-    points: torch.Tensor, rows_per_block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(neighbours, "_DISTANCES_PER_BLOCK", rows_per_block * len(points))
+@pytest.mark.parametrize("tile_length", [37, 10_000])
+def test_neighbours_and_their_measures(points: torch.Tensor, tile_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_TILE_LENGTH", tile_length)
     n, scale = len(points), float(points.double().abs().max())
     wide_points = points.double().numpy() / scale
     distances = cdist(wide_points, wide_points)
