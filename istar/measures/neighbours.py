@@ -22,8 +22,6 @@ _TILE_LENGTH = 2_048
 """Number of rows, and of columns, of the distances computed at once on a CPU: 16 MiB in float32, 32 MiB in float64."""
 _NUM_MORE_IN_FLOAT32, _NUM_MORE_IN_FLOAT64 = 2, 14
 """Candidates beyond the k nearest: many in float64, because rounding changes the order of near duplicates."""
-_DUPLICATE_SHARE = 1e-3
-"""A near duplicate of a point is nearer than this share of its mean distance to the other points."""
 
 
 class Neighbours(NamedTuple):
@@ -38,12 +36,20 @@ class Neighbours(NamedTuple):
 
 
 class NeighbourMeasures(NamedTuple):
-    """Result of `neighbour_measures`; a measure that is not defined is NaN."""
+    """Result of `neighbour_measures`."""
 
     hubness: float
+    """Skewness of the occurrences, in (-inf, sqrt n). It is large if few points, the hubs, are neighbours of very many,
+    as in searches that always return the same documents. The few largest counts dominate it. NaN if all are equal."""
     antihubs: float
+    """Share of the points that are neighbours of no other point, and that no search finds, in [0, 1). It varies less
+    between samples than the hubness: read it first."""
     near_duplicates: float
+    """Share of the points with another one nearer than 1e-3 of their mean distance to the others, in [0, 1]. Both
+    points of a pair count. A sample of a cloud misses the pairs that it separates."""
     relative_contrast: float
+    """Mean distance of all pairs divided by the mean distance to the nearest point, at least 1. Near 1, the nearest
+    point is hardly nearer than any other. Duplicates raise it. NaN if each point has a duplicate."""
 
 
 class _Nearest(NamedTuple):
@@ -59,14 +65,15 @@ class _Nearest(NamedTuple):
 def find_neighbours(points: Tensor, k: int = 10) -> Neighbours:
     """Find the k nearest other points of each point by Euclidean distance, and its mean distance to all others.
 
-    The neighbours are exact. A matrix product in float32, about the mean of the points, finds candidates. Their
-    distances are then computed in float64, without cancellation. Points where the error bound of the product leaves a
-    doubt are searched again in float64. In a group of more than k + 14 points that are nearer to each other than 1e-8
-    of the cloud's size, the neighbours may not be the nearest.
+    The neighbours are exact. A matrix product in float32 (float64 for points in float64), about the mean of the points,
+    finds candidates. Their distances are then computed in float64, without cancellation. Points where the error bound
+    of the product leaves a doubt are searched again in float64. In a group of more than k + 14 points that are nearer
+    to each other than 1e-8 of the cloud's size, the neighbours may not be the nearest.
 
     Args:
-        points: `(n, d)` of any floating dtype, on any device. The mean distances have the precision of float32, and of
-            float64 for points in float64, which take twice the time.
+        points: `(n, d)` of any floating dtype, on any device. Mean distances are exact to about 1e-6, and to 1e-3 in
+            clusters that are minute next to the distances between them. Those of points in float64, which take twice
+            the time, are exact to float64.
         k: number of neighbours, from 1 to n - 1.
 
     Returns:
@@ -82,16 +89,26 @@ def find_neighbours(points: Tensor, k: int = 10) -> Neighbours:
     check_matrix(points, "points")
     n = len(points)
     if not 1 <= k < n:
-        raise UserError(f"k is {k} for {n} points; expected 1 to {n - 1}, the number of other points")
+        raise UserError(f"k is {k} for {n} points; expected at least 1, and at least k + 1 points")
     # MPS has no float64.
     points = points.detach().cpu() if points.device.type == "mps" else points.detach()
     return search_pairs(points, k, torch.promote_types(points.dtype, torch.float32))
 
 
 def neighbour_measures(points: Tensor, k: int = 10) -> NeighbourMeasures:
-    r"""Compute the measures of hubs, duplicates and contrast from one pass over all pairs of points.
+    r"""Compute measures of hubs, duplicates and contrast from one pass over all pairs of points.
 
-    See `hubness`, `antihubs`, `near_duplicates` and `relative_contrast`. A measure that is not defined is NaN.
+    The occurrences :math:`N_k(i)` of point i are the number of other points that have it among their k nearest; they
+    are k on average. Hubness is their skewness,
+
+    .. math:: \frac{\frac1n \sum_i (N_k(i) - k)^3}{\bigl(\frac1n \sum_i (N_k(i) - k)^2\bigr)^{3/2}},
+
+    and antihubs are the points with :math:`N_k(i) = 0` (Radovanović, Nanopoulos and Ivanović, *Hubs in Space*, JMLR
+    2010). The relative contrast is from He, Kumar and Chang, *On the Difficulty of Nearest Neighbor Search*, ICML 2012.
+
+    All but the near duplicates grow with n, also for a Gaussian cloud in many dimensions. Compare clouds of equally
+    many points, and do not take the hubness of a sample for the hubness of the cloud. The distances are Euclidean:
+    divide points by their norms for neighbours by cosine.
 
     Args:
         points: as in `find_neighbours`.
@@ -100,17 +117,18 @@ def neighbour_measures(points: Tensor, k: int = 10) -> NeighbourMeasures:
     Raises:
         UserError: as `find_neighbours`, and if all points are equal.
 
-    >>> cloud = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
-    >>> {name: round(value, 2) for name, value in neighbour_measures(cloud)._asdict().items()}
-    {'hubness': 4.65, 'antihubs': 0.14, 'near_duplicates': 0.0, 'relative_contrast': 1.32}
+    >>> corners_and_hub = torch.tensor([[1.0, 1.0], [1.0, -1.1], [-1.2, -1.0], [-1.0, 1.3], [0.0, 0.0]])
+    >>> measures = neighbour_measures(corners_and_hub, k=1)
+    >>> round(measures.hubness, 4), measures.antihubs, measures.near_duplicates, round(measures.relative_contrast, 4)
+    (1.291, 0.6, 0.0, 1.3857)
     """
     neighbours = find_neighbours(points, k)
     if torch.equal(points, points[:1].expand_as(points)):
         raise UserError(f"all {len(points)} points are equal; expected at least two different ones")
     occurrences = neighbours.indices.flatten().bincount(minlength=len(points)).double()
     deviations, nearest = occurrences - k, neighbours.distances[:, 0]
-    hubness_value = deviations.pow(3).mean() / deviations.square().mean().pow(1.5)
-    is_duplicate = nearest < _DUPLICATE_SHARE * neighbours.mean_distances
+    hubness_value = deviations.pow(3).mean() / deviations.square().mean().pow(1.5)  # NaN for 0 / 0
+    is_duplicate = nearest < 1e-3 * neighbours.mean_distances
     contrast = neighbours.mean_distances.mean() / nearest.mean() if nearest.any() else math.nan
     return NeighbourMeasures(
         hubness=float(hubness_value),
@@ -118,107 +136,6 @@ def neighbour_measures(points: Tensor, k: int = 10) -> NeighbourMeasures:
         near_duplicates=float(is_duplicate.double().mean()),
         relative_contrast=float(contrast),
     )
-
-
-def hubness(points: Tensor, k: int = 10) -> float:
-    r"""Compute the hubness of a cloud, the skewness of how often each point is among the neighbours of others.
-
-    With the number :math:`N_k(i)` of points that have point i among their k nearest, which is k on average,
-
-    .. math:: \frac{\frac1n \sum_i (N_k(i) - k)^3}{\bigl(\frac1n \sum_i (N_k(i) - k)^2\bigr)^{3/2}}
-
-    (Radovanović, Nanopoulos and Ivanović, *Hubs in Space*, JMLR 2010). A large value means that few points, the hubs,
-    are neighbours of very many others, as in search results that always contain the same documents. The few largest
-    counts dominate it, and it grows with n, also for a Gaussian cloud in many dimensions: compare clouds of equally
-    many points, and read `antihubs` first. The value of a sample is not the value of its cloud.
-
-    Args:
-        points: as in `find_neighbours`.
-        k: number of neighbours.
-
-    Returns:
-        A number below the square root of n; 0 if the counts are symmetric about k.
-
-    Raises:
-        UserError: as `neighbour_measures`, and if all points have equal counts.
-
-    >>> corners_and_hub = torch.tensor([[1.0, 1.0], [1.0, -1.1], [-1.2, -1.0], [-1.0, 1.3], [0.0, 0.0]])
-    >>> round(hubness(corners_and_hub, k=1), 4)
-    1.291
-    """
-    value = neighbour_measures(points, k).hubness
-    if math.isnan(value):
-        raise UserError(f"each of the {len(points)} points is a neighbour of {k} others; expected different counts")
-    return value
-
-
-def antihubs(points: Tensor, k: int = 10) -> float:
-    """Compute the share of antihubs: points that are not among the k nearest neighbours of any other point.
-
-    Searches by a nearest neighbour never find them (Radovanović, Nanopoulos and Ivanović, *Hubs in Space*, JMLR 2010).
-    The share varies less between samples than `hubness`. It also grows with n: compare clouds of equally many points.
-
-    Args:
-        points: as in `find_neighbours`.
-        k: number of neighbours.
-
-    Returns:
-        A share in [0, 1).
-
-    Raises:
-        UserError: as `neighbour_measures`.
-
-    >>> corners_and_hub = torch.tensor([[1.0, 1.0], [1.0, -1.1], [-1.2, -1.0], [-1.0, 1.3], [0.0, 0.0]])
-    >>> antihubs(corners_and_hub, k=1)
-    0.6
-    """
-    return neighbour_measures(points, k).antihubs
-
-
-def near_duplicates(points: Tensor) -> float:
-    """Compute the share of points with a near duplicate: a point nearer than 1e-3 of the mean distance to the others.
-
-    Both points of a pair count. The copies of a point are often missing in a sample: in a random tenth of a cloud of
-    pairs, only a tenth of the points still have their copy.
-
-    Args:
-        points: as in `find_neighbours`, at least 2.
-
-    Returns:
-        A share in [0, 1].
-
-    Raises:
-        UserError: as `neighbour_measures`.
-
-    >>> near_duplicates(torch.tensor([[0.0], [1.0], [1.0], [3.0]]))
-    0.5
-    """
-    return neighbour_measures(points, 1).near_duplicates
-
-
-def relative_contrast(points: Tensor) -> float:
-    r"""Compute the relative contrast, the mean distance of all pairs divided by the mean distance to the nearest point.
-
-    It shows how much nearer the nearest point is than any other: near 1, a search for the nearest one means little
-    (He, Kumar and Chang, *On the Difficulty of Nearest Neighbor Search*, ICML 2012). It grows slowly
-    with n, and duplicates raise it.
-
-    Args:
-        points: as in `find_neighbours`, at least 2.
-
-    Returns:
-        A number of at least 1.
-
-    Raises:
-        UserError: as `neighbour_measures`, and if each point has a duplicate.
-
-    >>> relative_contrast(torch.tensor([[0.0], [1.0], [3.0]]))
-    1.5
-    """
-    value = neighbour_measures(points, 1).relative_contrast
-    if math.isnan(value):
-        raise UserError(f"each of the {len(points)} points has a duplicate; expected a point without one")
-    return value
 
 
 def search_pairs(points: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
