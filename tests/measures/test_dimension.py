@@ -93,7 +93,7 @@ def test_what_does_not_change_it(change, factor):
 def test_blocks_do_not_change_it(monkeypatch, num_rows):
     points = gaussian(70, 5)
     expected, expected_scales = two_nn(points), gride_scales(points, 16)
-    monkeypatch.setattr(neighbours, "_DISTANCES_PER_BLOCK", num_rows * len(points))
+    monkeypatch.setattr(neighbours, "_TILE_LENGTH", num_rows)
     assert two_nn(points) == expected
     assert gride_scales(points, 16) == expected_scales
 
@@ -125,8 +125,8 @@ DIFFICULT_CLOUDS = {
 
 @pytest.mark.parametrize("points", DIFFICULT_CLOUDS.values(), ids=DIFFICULT_CLOUDS)
 def test_neighbours_are_those_of_all_distances(monkeypatch, points):
-    """In blocks of seven rows."""
-    monkeypatch.setattr(neighbours, "_DISTANCES_PER_BLOCK", 7 * len(points))
+    """In tiles of seven rows."""
+    monkeypatch.setattr(neighbours, "_TILE_LENGTH", 7)
     distinct_points = np.unique(points.numpy(), axis=0)
     expected = []
     for index, point in enumerate(distinct_points):

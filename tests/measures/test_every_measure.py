@@ -81,7 +81,7 @@ POINT_ARGUMENTS = ("points", "embeddings", "first", "second")
 OF_POINTS = [name for name in (*FUNCTIONS, *ACCUMULATORS) if takes(name, *POINT_ARGUMENTS) and name != "alpha_req"]
 KEEP_THE_DTYPE = ("all_but_the_top", "centered", "scaled_centered")
 KNOW_THEIR_PRECISION = ("Moments", "FourthMoments")
-SUM_DISTANCES_IN_FLOAT32 = ("find_neighbours", "neighbour_measures", "relative_contrast")
+SUM_DISTANCES_IN_FLOAT32 = ("find_neighbours", "neighbour_measures")
 MASK = torch.arange(60) % 4 > 0
 
 

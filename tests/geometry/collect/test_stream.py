@@ -535,6 +535,6 @@ def test_measures_of_the_sample(source: Source) -> None:
         standardized = oracles.mean_pair_cosine(scipy.stats.zscore(points))
         assert measures["sample_inter_sim_standardized"] == pytest.approx(standardized, rel=1e-8)
         assert measures.items() >= statistics.sample.compute_neighbour_measures(tap).items()
-        assert 0 < measures["antihubs"] < 1 < measures["relative_contrast"]
+        assert measures["uniformity"] < 0 < 1 < measures["relative_contrast"]
         assert [scale.n1 for scale in statistics.estimate_gride()[tap]] == [1, 2, 4, 8]
     assert read_statistics(bert(), MeasureSettings(16, sample=20), source).estimate_gride() == {}
