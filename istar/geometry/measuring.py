@@ -322,7 +322,7 @@ def _measure_texts(
     progress: bool = False,
 ) -> Geometry:
     from istar.geometry.collect import measure as text_road
-    from istar.hidden_states.model_layers import eval_mode
+    from istar.hidden_states.model_layers import eval_mode, uncompiled
     from istar.models.saved_checkpoints import parse_models
     from istar.texts.corpus import open_texts
 
@@ -348,7 +348,7 @@ def _measure_texts(
     else:
         opened = text_road.open_model(parse_models([str(model)])[0].source, dtype, device)
     plan = text_road.plan_pass(opened, sources, settings)
-    with eval_mode(opened.encoder):
+    with eval_mode(opened.encoder), uncompiled():
         collected = text_road.measure_texts(plan, None, console, NUM_EXAMPLES, labels)
     return Geometry(collected.measurements, collected.examples)
 

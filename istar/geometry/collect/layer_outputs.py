@@ -57,6 +57,10 @@ class BlockReader:
         self.devices = {name: state.device for name, state in states.items()}
         return states
 
+    def remove(self) -> None:
+        """Remove all hooks from the model."""
+        self._reader.remove()
+
     def sees_padding(self) -> bool:
         """Return whether a text's hidden states depend on padding after it, despite the attention mask.
 

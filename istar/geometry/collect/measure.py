@@ -169,10 +169,13 @@ def measure_texts(
     start, model = time.monotonic(), plan.model
     examples_by_text = num_examples // len(plan.texts) if plan.settings.documents == "separate" else 0
     stream = _open_stream(plan, out, examples_by_text, labels)
-    # The pass may take hours. Whatever does not need it is measured before, so that a failure shows early.
-    final_norm = measure_final_norm(stream.taps.norm, model.encoder.config.get_text_config().hidden_size)
-    embeddings = _measure_embeddings(model, console)
-    summaries = _run_pass(stream, plan, console)
+    try:
+        # The pass may take hours. Whatever does not need it is measured before, so that a failure shows early.
+        final_norm = measure_final_norm(stream.taps.norm, model.encoder.config.get_text_config().hidden_size)
+        embeddings = _measure_embeddings(model, console)
+        summaries = _run_pass(stream, plan, console)
+    finally:
+        stream.taps.remove()
     by_source: dict[str, Any] = {
         field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
     }

@@ -1,0 +1,228 @@
+"""The three roads to one model: texts, batches, and named modules; sentences; and clouds against float64 by hand."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import istar
+from istar.errors import NonFiniteError, UserError
+from istar.geometry.geometry import Geometry
+from istar.models import tiny
+from istar.texts import demo
+
+TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
+TEXTS = [" ".join(demo.vocabulary()[start : start + 3 + start % 9]) for start in range(5, 125)]
+ROADS = ("texts", "batches", "modules")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    config = hf.BertConfig(
+        vocab_size=len(TOKENIZER), hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+    )
+    return hf.BertModel(config).double()
+
+
+def make_batches(size: int = 7) -> Iterator[dict[str, Tensor]]:
+    for start in range(0, len(TEXTS), size):
+        batch = TOKENIZER(
+            TEXTS[start : start + size], padding=True, return_tensors="pt", return_special_tokens_mask=True
+        )
+        yield dict(batch)
+
+
+@pytest.fixture(scope="module")
+def geometries(model: Any) -> dict[str, Geometry]:
+    options: dict[str, Any] = {"measures": "all", "sample": 50}
+    excluded: dict[str, Any] = {**options, "special_tokens": "exclude"}
+    return {
+        "texts": istar.measure(model, TEXTS, tokenizer=TOKENIZER, **options),
+        "batches": istar.measure(model, make_batches(), **excluded),
+        "modules": istar.measure(model, make_batches(13), modules=["encoder.layer.*"], **excluded),
+    }
+
+
+def test_three_roads_to_a_model_agree_in_every_measure(geometries: dict[str, Geometry]) -> None:
+    texts, batches, modules = (geometries[road].table for road in ROADS)
+    assert texts["two_nn"].notna().all()
+    pd.testing.assert_frame_equal(batches, texts, rtol=1e-8, atol=1e-12)
+    layers = texts.loc["layer_1":].set_axis(modules.index)
+    pd.testing.assert_frame_equal(modules, layers, rtol=1e-8, atol=1e-12)
+
+
+def test_the_mean_states_of_examples(model: Any, geometries: dict[str, Geometry]) -> None:
+    batch = next(make_batches(len(TEXTS)))
+    mask = batch.pop("special_tokens_mask") == 0
+    with torch.no_grad():
+        states = model.eval()(**batch).last_hidden_state
+    expected = torch.stack([rows[kept].mean(0) for rows, kept in zip(states, mask, strict=True)])
+    for road, state in zip(ROADS, ("layer_3", "layer_3", "encoder.layer.2"), strict=True):
+        examples = geometries[road].examples
+        assert examples is not None
+        assert len(set(examples.ids)) == len(TEXTS)
+        torch.testing.assert_close(examples.states[state].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_is_as_before(model: Any) -> None:
+    model.train()
+    model.encoder.layer[1].eval()
+    modes = [module.training for module in model.modules()]
+    istar.measure(model, TEXTS[:20], tokenizer=TOKENIZER)
+    istar.measure(model, make_batches())
+    with pytest.raises(UserError, match=r"^the batch has no labels; expected mask="):
+        istar.measure(model, make_batches(), mask="labels")
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def make_cloud(num_points: int = 1_000, dim: int = 12) -> np.ndarray[Any, Any]:
+    random = np.random.default_rng(0)
+    return np.asarray(random.normal(size=(num_points, dim)) * np.linspace(1, 3, dim) + 2)
+
+
+def compute_isoscore(points: np.ndarray[Any, Any]) -> float:
+    variances = np.linalg.eigvalsh(np.cov(points.T, bias=True))
+    return float((variances.sum() ** 2 / np.square(variances).sum() - 1) / (len(variances) - 1))
+
+
+def compute_inter_sim(points: np.ndarray[Any, Any]) -> float:
+    units = points / np.linalg.norm(points, axis=1, keepdims=True)
+    total = np.square(units.sum(0)).sum()
+    return float((total - len(units)) / (len(units) * (len(units) - 1)))
+
+
+def test_a_cloud_against_float64() -> None:
+    points = make_cloud(20_000)
+    geometry = istar.measure(points, measures="all")
+    assert geometry.states == ("points",)
+    row = geometry.table.loc["points"]
+    assert row["points"] == len(points)
+    assert row["isoscore"] == pytest.approx(compute_isoscore(points), rel=1e-10)
+    assert row["inter_sim"] == pytest.approx(compute_inter_sim(points), rel=1e-10)
+    assert row["average_norm"] == pytest.approx(np.linalg.norm(points, axis=1).mean(), rel=1e-10)
+    variances = np.linalg.eigvalsh(np.cov(points.T))[::-1]
+    expected = 1 + np.searchsorted(np.cumsum(variances) / variances.sum(), 0.95)
+    assert row["dimensions_95"] == expected
+    np.testing.assert_allclose(geometry.spectra["points"], np.sqrt(variances * (len(points) - 1)), rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_narrow_points_are_summed_in_wider_numbers(dtype: torch.dtype, scale: float) -> None:
+    points = (torch.from_numpy(make_cloud()) * scale).to(dtype)
+    row = istar.measure(points).table.loc["points"]
+    exact = points.double().numpy()
+    assert row["isoscore"] == pytest.approx(compute_isoscore(exact), rel=1e-6)
+    assert row["inter_sim"] == pytest.approx(compute_inter_sim(exact), rel=1e-6)
+
+
+def test_a_shift_of_many_deviations_and_a_sorted_file(tmp_path: Any) -> None:
+    points = make_cloud(9_000) + 1e4
+    points = points[points[:, 0].argsort()]
+    np.save(tmp_path / "sorted.npy", points.astype("float32"))
+    row = istar.measure(tmp_path / "sorted.npy").table.loc["sorted"]
+    exact = np.load(tmp_path / "sorted.npy").astype("float64")
+    assert row["isoscore"] == pytest.approx(compute_isoscore(exact), rel=1e-5)
+    assert row["mean_kurtosis"] == pytest.approx(pd.DataFrame(exact).kurt().mean(), abs=2e-3)
+
+
+def test_clouds_of_several_widths_and_the_gap_between_their_means() -> None:
+    first, second = make_cloud(300), make_cloud(300)[::-1] * 2
+    geometry = istar.measure({"a": first, "b": torch.tensor(second.copy()), "c": make_cloud(200, 5)}, pairs=False)
+    assert geometry.states == ("a", "b", "c")
+    assert geometry["isoscore"]["b"] == pytest.approx(compute_isoscore(second), rel=1e-9)
+    [gap] = geometry.measurements.gaps
+    means = first.mean(0), second.mean(0)
+    assert gap["distance"] == pytest.approx(np.linalg.norm(means[0] - means[1]), rel=1e-9)
+    assert gap["cosine"] == pytest.approx(means[0] @ means[1] / np.prod([np.linalg.norm(mean) for mean in means]))
+    [paired] = istar.measure({"a": first, "b": second}, pairs=True).measurements.gaps
+    units = [points / np.linalg.norm(points, axis=1, keepdims=True) for points in (first, second)]
+    assert paired["alignment"] == pytest.approx(np.square(units[0] - units[1]).sum(1).mean(), rel=1e-9)
+    with pytest.raises(UserError, match=r"^a and c have different shapes; pairs need"):
+        istar.measure({"a": first, "c": make_cloud(200, 5)}, pairs=True)
+
+
+def test_errors_leave_out_tenths_of_the_groups() -> None:
+    """Rows of a group are equal, so that the error is that of as many rows as groups."""
+    points = make_cloud(200)
+    copies = np.repeat(points, 5, axis=0)
+    error = istar.measure(points)["average_norm_error"]["points"]
+    users = np.repeat(np.arange(200), 5)
+    grouped = istar.measure(copies, groups=users)
+    assert grouped["average_norm_error"]["points"] == pytest.approx(error, rel=0.5)
+    assert istar.measure(copies)["average_norm_error"]["points"] < 0.7 * error
+    assert grouped.measurements.groups == {"points": 200}
+    norms = np.linalg.norm(copies, axis=1)
+    without = np.array([norms[users % 10 != group].mean() for group in range(10)])
+    expected = np.sqrt(9 / 10 * np.square(without - without.mean()).sum())
+    assert grouped["average_norm_error"]["points"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_equal_ids_pair_two_clouds() -> None:
+    points = make_cloud(400)
+    ids = [f"row {index}" for index in range(400)]
+    first, second = (istar.measure(cloud, ids=ids) for cloud in (points, points * np.linspace(1, 2, 12)))
+    table = istar.compare({"a": first, "b": second}).table
+    assert set(table.dropna(subset="low")["method"]) == {"paired"}
+    unpaired = istar.compare({"a": istar.measure(points), "b": istar.measure(points)}).table
+    assert set(unpaired.dropna(subset="low")["method"]) == {"independent"}
+
+
+@pytest.mark.parametrize(
+    ("source", "inputs", "options", "message"),
+    [
+        (make_cloud(), None, {"lenght": 3}, "istar.measure takes no lenght for points; expected key, "),
+        (make_cloud(), None, {"sampel": 3}, "istar.measure takes no sampel for points; did you mean sample"),
+        (make_cloud(), None, {"groups": [0, 1]}, "there are only 2 groups; expected one for each"),
+        (make_cloud(), None, {"groups": [0] * 1_000}, "groups are all the same; standard errors need at least 2"),
+        (make_cloud(), None, {"ids": ["a"] * 1_000}, "ids has 'a' twice; expected a different id for each"),
+        (make_cloud(), None, {"ids": ["a"]}, "there are 1 ids for 1000 rows of points; expected one for each"),
+        (make_cloud(3), None, {}, "points: 3 points are too few; expected 4 or more"),
+        (nn.Linear(2, 2), None, {}, "a model needs texts or batches: istar.measure"),
+        (nn.Linear(2, 2), [], {}, "the batches are empty or read already; expected at least one"),
+        (nn.Linear(2, 2), ["a text"], {}, "texts need a tokenizer: istar.measure"),
+        ("bert-base", None, {}, "bert-base is not a file of vectors; expected one of"),
+        (3, ["a text"], {}, "a int is neither a model nor the name of one"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(source: Any, inputs: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        istar.measure(source, inputs, **options)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+def test_rows_that_are_not_finite_are_counted() -> None:
+    points = make_cloud(9_000)
+    points[[8_500, 8_700], 3] = np.nan
+    with pytest.raises(NonFiniteError, match=r"2 of 9000 rows are not finite, the first at index 8500"):
+        istar.measure(points)
+
+
+def test_an_exhausted_loader_is_refused(model: Any) -> None:
+    batches = make_batches()
+    list(batches)
+    with pytest.raises(UserError, match="the batches are empty or read already"):
+        istar.measure(model, batches)
+
+
+def test_a_limit_ends_the_pass(model: Any) -> None:
+    read = []
+
+    def count() -> Iterator[dict[str, Tensor]]:
+        for batch in itertools.cycle(make_batches()):
+            read.append(batch)
+            yield batch
+
+    geometry = istar.measure(model, count(), limit=100)
+    assert 100 <= geometry["points"].iloc[0] < 200
+    assert len(read) < 5
+    assert istar.measure(make_cloud(), limit=50)["points"]["points"] == 50
