@@ -135,7 +135,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         final_norm = measurements.final_norm or {}
         row = {
             "model": model.label,
-            "type": measurements.model["type"],
+            "type": measurements.model["type"] or math.nan,
             "layers": len(model.layers) - 1,
             "dimensions": measurements.width,
             "points": measures["points"],
@@ -257,7 +257,9 @@ def build_matrix_sheet(measured: Measurements) -> Sheet:
         for side, forms in measured.matrices.items()
         for form, measures in forms.items()
     ]
-    frame = pd.DataFrame(rows).drop(columns="singular_values")
+    frame = pd.DataFrame(rows, columns=None if rows else ["matrix", "form"]).drop(
+        columns="singular_values", errors="ignore"
+    )
     sheet = _make_sheet("matrices", frame.assign(form=frame["form"].map(FORM_TITLES)), frame)
     return replace(sheet, num_row_headers=2)
 
