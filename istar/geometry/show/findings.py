@@ -219,7 +219,8 @@ def _describe_largest_gap(measured: Measurements) -> list[str]:
     gap = max(measured.gaps, key=lambda gap: -math.inf if math.isnan(gap["distance"]) else gap["distance"])
     subject = f"The means of the clouds {gap['first']} and {gap['second']}"
     farthest = ", the farthest apart," if len(measured.gaps) > 1 else ""
-    return [f"{subject}{farthest} have a distance of {gap['distance']:.3g} and a cosine of {gap['cosine']:.2f}."]
+    cosine = "" if math.isnan(gap["cosine"]) else f" and a cosine of {gap['cosine']:.2f}"
+    return [f"{subject}{farthest} have a distance of {gap['distance']:.3g}{cosine}."]
 
 
 def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:

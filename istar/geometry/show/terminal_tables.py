@@ -93,7 +93,7 @@ def number_table(
     return table
 
 
-def render(table: Table) -> str:
+def to_plain_text(table: Table) -> str:
     """Return a table as plain text, with lines of at most 80 characters."""
     file = io.StringIO()
     make_console(file=file, width=80, color_system=None).print(table)
