@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_list_public_names(), *_MODULE_OF_READERS])
+    return sorted([*_list_public_names(), *_MODULE_OF_READERS, *_SUBPACKAGES])
 
 
 def _list_public_names() -> list[str]:

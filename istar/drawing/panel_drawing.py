@@ -247,7 +247,7 @@ def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright
         options = {"label": line.label, "color": styles[line.label]["color"], "error_kw": {"ecolor": INK, "capsize": 3}}
         bars = axes.bar(centers, line.y, 0.92 * width, yerr=errors, **options)
         axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2, rotation=90 if has_upright_values else 0)
-    if has_upright_values:
+    if has_upright_values or any(line.y_error for line in lines):
         axes.margins(y=0.2)
 
 

@@ -71,8 +71,7 @@ class PlotFigure(Figure):
 def draw(plot: Plot) -> Figure:
     """Draw a plot as on a page, and return the figure, which is not registered with pyplot."""
     with matplotlib.rc_context(_STYLE):
-        figure = _draw_figure(plot)
-        figure.dpi = _SCREEN_DPI
+        figure = _draw_figure(plot, dpi=_SCREEN_DPI)
         # matplotlib makes the ticks when it computes the layout. They get their style only here.
         figure.draw_without_rendering()
     return figure
@@ -112,7 +111,7 @@ def _render_format(figure: Figure, suffix: str, identifier: str) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
+def _draw_figure(plot: Plot, max_columns: int = 3, dpi: int = PNG_DPI) -> Figure:
     num_columns = 1 if plot.kind == "rows" else min(max_columns, 2 if len(plot.panels) == 4 else len(plot.panels))
     width = _NARROW_WIDTH if max_columns == 1 else {1: 6.5, 2: 8.5, 3: 11.0}[num_columns]
     num_rows = math.ceil(len(plot.panels) / num_columns)
@@ -129,7 +128,7 @@ def _draw_figure(plot: Plot, max_columns: int = 3) -> Figure:
     if plot.kind == "ridges":
         height = num_rows * max(1.2 + 0.5 * len(panel.lines) for panel in plot.panels)
     # Width and height are in inches.
-    figure = PlotFigure(figsize=(width, height), dpi=PNG_DPI, layout="constrained")
+    figure = PlotFigure(figsize=(width, height), dpi=dpi, layout="constrained")
     handles: dict[str, Any] = {}
     for axes, panel in itertools.zip_longest(figure.subplots(num_rows, num_columns, squeeze=False).flat, plot.panels):
         if panel is None:

@@ -69,9 +69,7 @@ def read_checks(path: str | Path) -> dict[str, dict[str, Bounds]]:
 
 def _parse_measures(measures: Any) -> Iterator[tuple[str, Bounds]]:
     if not isinstance(measures, Mapping):
-        raise UserError(
-            f"{shorten(measures, 60)} is not a measure with bounds; expected such as isoscore: [0.05, null]"
-        )
+        raise UserError(f"{shorten(measures, 60)} has no measures; expected such as isoscore: [0.05, null]")
     for name, bounds in measures.items():
         if name not in _NAMES:
             raise UserError(

@@ -107,7 +107,7 @@ class Comparison:
         return compare_page.write_comparison(self.models, Path(folder), self.similarities)
 
     def __repr__(self) -> str:
-        return terminal_tables.render(terminal_tables.make_comparison_table(self.models))
+        return terminal_tables.to_plain_text(terminal_tables.make_comparison_table(self.models))
 
     def _repr_html_(self) -> str:
         header = ["label", "state", "measure", self.models[0].label, "other", "difference", "method"]
@@ -162,9 +162,7 @@ def _compare_examples(
         if first.examples is None or second.examples is None:
             if similarity:
                 label = first_label if first.examples is None else second_label
-                raise UserError(
-                    f"{label} has no mean states of examples; measure it again, and save(..., examples=True)"
-                )
+                raise UserError(f"{label} has no mean states of examples; measure again, and save with examples=True")
             continue
         from istar.geometry.collect.mean_states import MIN_EXAMPLES, compare_examples  # loads torch
 

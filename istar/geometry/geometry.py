@@ -201,7 +201,7 @@ class Geometry:
         return compare_page.write_model(self.measurements, Path(folder), examples=content)
 
     def __repr__(self) -> str:
-        return terminal_tables.render(terminal_tables.make_model_table(self.label, self.measurements))
+        return terminal_tables.to_plain_text(terminal_tables.make_model_table(self.label, self.measurements))
 
     def _repr_html_(self) -> str:
         headers, cells_by_state = terminal_tables.list_main_measures(self.measurements)

@@ -20,7 +20,7 @@ class IsoScoreStar(TypedDict):
     layers: dict[str, float | None]  # IsoScore* by layer (0: embeddings), with the Sigma_S of the layer
 
 
-class Geometry(TypedDict):
+class RunGeometry(TypedDict):
     """Measures on the validation set at the epoch with the best headline metric; None where they are undefined."""
 
     examples: _Count  # number of examples used for `mean_activation`
@@ -29,7 +29,7 @@ class Geometry(TypedDict):
     isoscore_star: NotRequired[IsoScoreStar]
 
 
-def read_geometry(folder: Path) -> Geometry | None:
+def read_geometry(folder: Path) -> RunGeometry | None:
     """Read the geometry of the run in `folder`; None without a `geometry.json`.
 
     Raises:
@@ -37,7 +37,7 @@ def read_geometry(folder: Path) -> Geometry | None:
     """
     path = folder / GEOMETRY
     try:
-        geometry: Geometry = read_record(path, Geometry, "a geometry")
+        geometry: RunGeometry = read_record(path, RunGeometry, "a geometry")
     except MissingFileError:
         return None
     layers = geometry["isoscore_star"]["layers"] if "isoscore_star" in geometry else {}
@@ -46,7 +46,7 @@ def read_geometry(folder: Path) -> Geometry | None:
     return geometry
 
 
-def read_geometries(folders: Iterable[str]) -> tuple[dict[str, Geometry], dict[str, str]]:
+def read_geometries(folders: Iterable[str]) -> tuple[dict[str, RunGeometry], dict[str, str]]:
     """Return the geometries of runs, and the error messages of broken files, both by folder."""
     geometry_by_folder, read_errors = {}, {}
     for folder in folders:

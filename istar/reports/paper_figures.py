@@ -22,7 +22,7 @@ from istar.reports.figure_runs import (
     select_settings,
     split_by_task,
 )
-from istar.reports.geometry_file import Geometry, IsoScoreStar
+from istar.reports.geometry_file import IsoScoreStar, RunGeometry
 from istar.runs.record import RunRecord
 
 MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
@@ -63,7 +63,7 @@ def build_minibatch_stability_plot() -> Plot:
     )
 
 
-def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, RunGeometry]) -> Plot:
     """Return the paper's Figure 3: isotropy against the headline metric, with a point for each lambda of I-STAR."""
     selections = [
         select_by_lambda(runs, istar_runs)
@@ -95,7 +95,7 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
     )
 
 
-def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, RunGeometry]) -> Plot:
     """Return the paper's Figure 4: mean activation of each dimension of the last layer, for Base and CosReg."""
     activations_by_folder = {folder: geometry["mean_activation"] for folder, geometry in geometry_by_folder.items()}
     selections = _select_curves(all_runs, activations_by_folder, "cosreg", "last", (-1, 1))
@@ -119,7 +119,7 @@ def build_mean_activation_plot(all_runs: pd.DataFrame, geometry_by_folder: Mappi
     )
 
 
-def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, Geometry]) -> Plot:
+def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: Mapping[str, RunGeometry]) -> Plot:
     """Return the paper's Figure 5: TwoNN intrinsic dimension by layer, for Base and I-STAR."""
     dimensions_by_folder = {folder: geometry["two_nn"] for folder, geometry in geometry_by_folder.items()}
     selections = _select_curves(all_runs, dimensions_by_folder, "istar", "all", (-5, -3, 3, 5))
@@ -135,7 +135,7 @@ def build_intrinsic_dimension_plot(all_runs: pd.DataFrame, geometry_by_folder: M
 
 
 def build_layer_isotropy_plot(
-    all_runs: pd.DataFrame, records: Mapping[str, RunRecord], geometry_by_folder: Mapping[str, Geometry]
+    all_runs: pd.DataFrame, records: Mapping[str, RunRecord], geometry_by_folder: Mapping[str, RunGeometry]
 ) -> Plot:
     """Return the paper's Figure 6: isotropy by layer, for Base and I-STAR, of the runs that measured IsoScore."""
     isotropy_by_folder = {
@@ -163,7 +163,7 @@ def _sort_by_layer(score_by_layer: Mapping[str, float | None]) -> list[float | N
     return [score_by_layer[layer] for layer in sorted(filter(str.isdigit, score_by_layer), key=int)]
 
 
-def _get_isoscore_stars(geometry_by_folder: Mapping[str, Geometry]) -> dict[str, IsoScoreStar]:
+def _get_isoscore_stars(geometry_by_folder: Mapping[str, RunGeometry]) -> dict[str, IsoScoreStar]:
     return {
         folder: geometry["isoscore_star"]
         for folder, geometry in geometry_by_folder.items()
@@ -172,7 +172,7 @@ def _get_isoscore_stars(geometry_by_folder: Mapping[str, Geometry]) -> dict[str,
 
 
 def _choose_isotropy_measure(
-    selections: Sequence[FigureRuns], geometry_by_folder: Mapping[str, Geometry]
+    selections: Sequence[FigureRuns], geometry_by_folder: Mapping[str, RunGeometry]
 ) -> tuple[str, str]:
     """Return the isotropy measure of a figure, and the reason for its caption."""
     zeta, tokens = paper.ISOSCORE_ZETA, "all tokens of the validation set"

@@ -1,7 +1,10 @@
 """Synthetic measurements with known numbers, for the tests of pages, figures, tables and flags."""
 
+import html
 import math
+import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +73,32 @@ def make_measurements(
     return Measurements(**{**defaults, **fields})
 
 
+def make_points(clouds: Iterable[str] = ("queries", "corpus"), kind: str = "points", **fields: Any) -> Measurements:
+    """Return measurements of clouds of vectors, or of states of a model on batches with `kind` places."""
+    source = "points" if kind == "points" else "batches"
+    measured = make_measurements(clouds, [source])
+    for measures in measured.all_texts.values():
+        measures.pop("intra_sim")
+        measures.pop("adjusted_intra_sim")
+    settings = {"source": source, "measures": "all", "sample": 5_000, "seed": 0, "groups": 10, "texts": {}}
+    absent: dict[str, Any] = dict.fromkeys(("weights", "identity", "command"), "")
+    absent |= {name: {} for name in ("matrices", "rows", "readings", "text_hashes", "massive", "by_position")}
+    defaults = {"final_norm": None, "seconds": None, "by_frequency": {}, "settings": settings, "kind": kind,
+                "model": {"name": "points", "revision": None, "dtype": "float32", "type": None, "device": "cpu"},
+                "groups": dict.fromkeys(clouds, 500)}  # fmt: skip
+    return replace(measured, **{**absent, **defaults, **fields})
+
+
 def make_model(label: str = "model", **options: Any) -> MeasuredModel:
     """Return a model with these measurements and this label."""
     return MeasuredModel(label, make_measurements(**options))
+
+
+def read_sections(page: Path) -> str:
+    """Return the text of a page without its style, its script, tags and the definitions at its end."""
+    body = re.sub(r"<(style|script).*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    body = body.partition('id="measures"')[0]
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).split())
 
 
 def write_measures(measurements: Measurements, folder: Path) -> None:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Examples:
+class TaskExamples:
     """The examples of a task before tokenization: its training, validation and test splits."""
 
     train: Dataset  # without rows, if `stream` has the training examples
@@ -35,7 +35,7 @@ class Examples:
     stream: DocumentStream | None = None  # the training documents with `task.stream=true`
 
 
-def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = None) -> Examples:
+def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = None) -> TaskExamples:
     """Load the splits of a task, or random samples of `limit_train` and `limit_validation` examples.
 
     A text corpus without validation data has a twentieth of its documents, chosen at random, held out. Its documents
@@ -65,7 +65,7 @@ def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = No
     if config.validation_fraction is not None:
         train, held_out = hold_out(spec, train, config.validation_fraction)
         validation.append(held_out)
-    examples = Examples(train, validation, [splits[split.name] for split in test_sets], test_sets, source.commit)
+    examples = TaskExamples(train, validation, [splits[split.name] for split in test_sets], test_sets, source.commit)
     for name, split in zip([split.name for split in spec.validation], validation, strict=True):
         num_shared = count_overlap(spec, examples.train, split)
         # In a corpus, a heading or a short paragraph may well occur again.
@@ -77,7 +77,7 @@ def load_examples(spec: TaskSpec, config: TaskConfig, cache_dir: str | None = No
 
 def _open_stream(
     spec: TaskSpec, config: TaskConfig, source: ExampleSource, validation_names: Sequence[str]
-) -> Examples:
+) -> TaskExamples:
     if source.open_stream is None:
         raise UserError(f"task.stream=true: the data of {spec.name} are generated; name a text with task.data_dir")
     if not source.has_split(validation_names[0]):
@@ -88,7 +88,7 @@ def _open_stream(
     splits = read_splits(source, spec, validation_names)
     validation = [sample_examples(splits[name], config.limit_validation) for name in validation_names]
     no_documents = Dataset.from_dict({TEXT_COLUMN: []})
-    return Examples(no_documents, validation, [], (), source.commit, source.open_stream())
+    return TaskExamples(no_documents, validation, [], (), source.commit, source.open_stream())
 
 
 def _hold_out_documents(spec: TaskSpec, documents: Dataset, config: TaskConfig) -> dict[str, Dataset]:

@@ -25,7 +25,7 @@ from istar.runs.record import GEOMETRY, KEPT_MODELS, RESULT, RunRecord, read_res
 from istar.runs.tasks import TaskSpec
 
 if TYPE_CHECKING:
-    from istar.finetune.execute.examples import Examples
+    from istar.finetune.execute.examples import TaskExamples
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RunIdentity:
 
     config: Config  # settings, with values that depend on the machine or the time resolved
     spec: TaskSpec
-    examples: "Examples"
+    examples: "TaskExamples"
     key: RunKey  # equal runs have equal keys
     folder: Path  # folder of the run; its name ends with the hash of the key
 
@@ -71,7 +71,7 @@ def name_run(config: Config, key: RunKey) -> str:
     return "-".join([config.task.name, shorten_model_name(config.model.name), key.settings["reg"]["name"], key.hash])
 
 
-def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["Examples", str]:
+def _load_fingerprinted_examples(spec: TaskSpec, config: Config) -> tuple["TaskExamples", str]:
     from istar.finetune.execute.examples import load_examples
     from istar.finetune.tasks.loading import fingerprint
 

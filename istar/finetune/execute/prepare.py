@@ -21,7 +21,7 @@ from istar.files.writing import atomic_folder, cache_folder
 from istar.finetune.config import Config
 from istar.finetune.execute.build_config import build_config
 from istar.finetune.execute.build_model import build_tokenizer
-from istar.finetune.execute.examples import Examples
+from istar.finetune.execute.examples import TaskExamples
 from istar.finetune.execute.identify import RunIdentity
 from istar.finetune.tasks.blocks import Corpus, cut_blocks, load_or_tokenize_corpus
 from istar.finetune.tasks.evaluation import Evaluator, constant_baseline
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 class PreparedData:
     """The tokenized data of a run."""
 
-    examples: Examples  # the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`
+    examples: TaskExamples  # the examples before tokenization, with evaluation sets cut to `trainer.limit_val_batches`
     train: TokenizedRows  # for a stream, a sample of its training blocks
     validation: list[TokenizedRows]
     test: list[TokenizedRows]

@@ -17,7 +17,7 @@ from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.runs.names import COMBINED
 
 T = TypeVar("T")
-Kind = Literal["tokens", "places", "points"]
+PointKind = Literal["tokens", "places", "points"]
 """What is measured; see `Measurements.kind`."""
 BySourceAndTap = dict[str, dict[str, T]]
 MEASUREMENT_FORMAT = 3
@@ -94,7 +94,7 @@ class Measurements:
     command: str = ""  # command line that took these measures
     # What was measured: `tokens` of texts, `places` of the states of a batch, or `points` that existed before. Points
     # have no model, matrices, final norm or texts, and their states are clouds in no order.
-    kind: Kind = "tokens"
+    kind: PointKind = "tokens"
     # By state, the number of groups of rows that do not depend on each other, such as images, users or speakers; the
     # number of points if each row is its own group. Empty for tokens, whose documents `readings` counts.
     groups: dict[str, int] = field(default_factory=dict)

@@ -22,8 +22,8 @@ from istar.runs.names import COMBINED, FINAL_NORM
 
 _FINAL_NORM_DEPTH = 1.15
 """Position of the final normalization on the axis of the relative depth, beyond the last layer."""
-_MAX_LABEL, _MAX_TICKS = 32, 6
-"""Most characters of the label of a text in a legend, and most numbered ticks on an axis of layers."""
+_MAX_TICKS = 6
+"""Most numbered ticks on an axis of layers."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
         return _make_cloud_axis(models)
     if len(models) == 1:
         [model] = models
-        text_labels = _shorten_labels(list(model.measurements.sources))
+        text_labels = model_figures.shorten_labels(list(model.measurements.sources))
         points = [
             {"panel": "", "line": label, "segment": 0, "x": float(index), "groups": model.num_groups, **measures}
             for label, taps in zip(text_labels, model.measurements.sources.values(), strict=True)
@@ -94,7 +94,7 @@ def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
 
 def _make_cloud_axis(models: Sequence[MeasuredModel]) -> Axis:
     clouds = list(dict.fromkeys(cloud for model in models for cloud in model.measurements.all_texts))
-    names = _shorten_labels(clouds)
+    names = model_figures.shorten_labels(clouds)
     points = [
         {
             "panel": "",
@@ -184,17 +184,6 @@ def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None =
             y_error = tuple(half_widths) if np.isfinite(half_widths).any() else ()
             lines.append(Line(str(label), tuple(rows["x"].astype(float)), tuple(values), y_error=y_error))
     return lines
-
-
-def _shorten_labels(names: Sequence[str]) -> list[str]:
-    labels: list[str] = []
-    for name in names:
-        label = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split()) or "text"
-        label = label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
-        # matplotlib leaves labels with a leading underscore out of the legend.
-        label = f" {label}" if label.startswith("_") else label
-        labels.append(f"{label} ({len(labels) + 1})" if label in labels else label)
-    return labels
 
 
 def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:

@@ -191,7 +191,9 @@ def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]
 
 
 def have_same_tokens(first: MeasuredModel, other: MeasuredModel) -> bool:
-    """Return whether two models were measured over the same tokens of the same texts."""
+    """Return whether two models were measured over the same tokens of the same texts; True unless both read texts."""
+    if not _are_of_texts(first, other):
+        return True
     return have_same_texts(first, other) and not _find_changed_token_settings(first, other)
 
 

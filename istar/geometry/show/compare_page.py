@@ -186,10 +186,14 @@ def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> l
 def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Path:
     sheets = {sheet.name: sheet for sheet in _build_sheets(content)}
     over_training = " over training" if content.trainings else ""
-    labels = content.labels
+    labels, subject = content.labels, content.words["subject"].capitalize()
     page = Page(
         title=f"Geometry of {join_names(labels)}{over_training}",
-        subject_line=("Model" if len(labels) == 1 else "Models", ", ".join(labels), f"by istar {version('istar')}"),
+        subject_line=(
+            subject if len(labels) == 1 else f"{subject}s",
+            ", ".join(labels),
+            f"by istar {version('istar')}",
+        ),
         generator=content.kind.generator,
         summary=_count(content),
         sections=_make_sections(content, sheets, out),
@@ -199,7 +203,7 @@ def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Pa
 
 def _count(content: PageContent) -> list[tuple[str, str]]:
     """Return the key figures of a page; those that differ between models are left out."""
-    numbers = {"models": len(content.labels)} if len(content.labels) > 1 else {}
+    numbers = {f"{content.words['subject']}s": len(content.labels)} if len(content.labels) > 1 else {}
     if content.trainings:
         numbers["checkpoints"] = sum(len(training.steps) for training in content.trainings)
     numbers_of_models = [

@@ -141,7 +141,7 @@ def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[Measu
 
 def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]:
     if not models[0].is_ordered and max(len(model.layers) for model in models) > 1:
-        return []  # the differences of each cloud are in the table
+        return _describe_largest_difference(models, measure)
     values = {model.label: (model.last_layer_measures.get(measure.name, math.nan), model) for model in models}
     defined = sorted((pair for pair in values.values() if math.isfinite(pair[0])), key=lambda pair: pair[0])
     if len(defined) < 2 or defined[0][0] == defined[-1][0]:
@@ -153,6 +153,19 @@ def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]
     return [
         f"{subject} is largest in {high_model.label} ({high:.3g}) and smallest in "
         f"{low_model.label} ({low:.3g}). {_describe_size('difference', high - low, half_width, examples)}"
+    ]
+
+
+def _describe_largest_difference(models: Sequence[MeasuredModel], measure: Measure) -> list[str]:
+    rows = [row for row in compare.compute_all_differences(models) if row["measure"] == measure.name]
+    if not rows:
+        return []
+    row = max(rows, key=lambda row: abs(row["difference"]))
+    size, half_width = abs(row["difference"]), (row["high"] - row["low"]) / 2
+    return [
+        f"{measure.title} of the cloud {row['layer']} is {row['value']:.3g} in {row['model']} and "
+        f"{row['value_of_first']:.3g} in {row['first']}. "
+        + _describe_size("difference", size, half_width, models[0].words["examples"])
     ]
 
 
@@ -206,7 +219,8 @@ def _describe_largest_gap(measured: Measurements) -> list[str]:
     gap = max(measured.gaps, key=lambda gap: -math.inf if math.isnan(gap["distance"]) else gap["distance"])
     subject = f"The means of the clouds {gap['first']} and {gap['second']}"
     farthest = ", the farthest apart," if len(measured.gaps) > 1 else ""
-    return [f"{subject}{farthest} have a distance of {gap['distance']:.3g} and a cosine of {gap['cosine']:.2f}."]
+    cosine = "" if math.isnan(gap["cosine"]) else f" and a cosine of {gap['cosine']:.2f}"
+    return [f"{subject}{farthest} have a distance of {gap['distance']:.3g}{cosine}."]
 
 
 def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:
@@ -230,7 +244,8 @@ def _warn_of_few_points(measured: Measurements) -> list[str]:
     if shares[state] >= 1:
         return []
     num_points, width = measured.all_texts[state]["points"], measured.width_of(state)
-    groups = f" in {measured.groups[state]:,} groups" if state in measured.groups else ""
+    num_groups = measured.groups.get(state, num_points)
+    groups = f" in {num_groups:,} groups" if num_groups != num_points else ""
     place = f" of {name_state(measured, state)}" if measured.kind != "tokens" and len(shares) > 1 else ""
     return [
         f"There are only {num_points:,.0f} {words['units']}{place}{groups} for {width:,} dimensions: IsoScore and the "
@@ -239,9 +254,9 @@ def _warn_of_few_points(measured: Measurements) -> list[str]:
 
 
 def name_state(measured: Measurements, state: str) -> str:
-    """Return the name of a state as in a sentence: "layer 3", "the embeddings", "the cloud queries" or "the points"."""
+    """Return the name of a state as in a sentence: "layer 3", "the embeddings", "the cloud queries" or "the cloud"."""
     if measured.kind == "points":
-        return f"the cloud {state}" if len(measured.all_texts) > 1 else "the points"
+        return f"the cloud {state}" if len(measured.all_texts) > 1 else "the cloud"
     name = state.replace("_", " ")
     if state.startswith("layer_"):
         return name

@@ -39,6 +39,8 @@ MEASURE_TITLES = {measure.name: measure.title for measure in LAYER_MEASURES}
 """Titles of the measures of a layer, in the order of the tables."""
 FORM_TITLES = {"raw": "raw", "centered": "centered", "post_processed": "post-processed"}
 """Titles of the forms of an embedding matrix."""
+_MAX_LABEL = 32
+"""Most characters of the label of a text or a cloud in a legend."""
 STATE_ROUNDING, MATRIX_ROUNDING = 1e-4, 1e-6
 """Singular values below these fractions of the largest are rounding errors. Hidden states, the first, have a float32
 scatter matrix; embedding matrices, the second, are float32 points."""
@@ -69,6 +71,18 @@ def name_tap(tap: str) -> str:
     return tap.replace("_", " ")
 
 
+def shorten_labels(names: Sequence[str]) -> list[str]:
+    """Return different labels of texts or clouds for a legend, on one line and not too long."""
+    labels: list[str] = []
+    for name in names:
+        label = " ".join("".join(letter if letter.isprintable() else " " for letter in name).split()) or "text"
+        label = label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
+        # matplotlib leaves labels with a leading underscore out of the legend.
+        label = f" {label}" if label.startswith("_") else label
+        labels.append(f"{label} ({len(labels) + 1})" if label in labels else label)
+    return labels
+
+
 @dataclass(frozen=True)
 class States:
     """The hidden states at one place of a model, which are a line of the figures below."""
@@ -87,9 +101,9 @@ def _choose_states(models: Sequence[MeasuredModel]) -> list[States]:
     if models and not models[0].is_ordered:
         several = len(models) > 1
         return [
-            States(f"{model.label}, {cloud}" if several else cloud, model.measurements, cloud)
+            States(f"{model.label}, {name}" if several else name, model.measurements, cloud)
             for model in models
-            for cloud in model.measurements.all_texts
+            for cloud, name in zip(model.layers, shorten_labels(list(model.layers)), strict=True)
         ]
     if len(models) == 1:
         measured = models[0].measurements
@@ -204,26 +218,28 @@ def plot_matrices(measured: Measurements) -> list[Plot]:
 def plot_differences(models: Sequence[MeasuredModel]) -> Plot:
     """Return a plot of the differences of each model's last layer from the first model, with 95% intervals."""
     first, *others = models
-    rows_by_key: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in filter(itemgetter("is_last"), compare.compute_all_differences(models)):
-        rows_by_key.setdefault((row["model"], row["measure"]), []).append(row)
+    differences = list(filter(itemgetter("is_last"), compare.compute_all_differences(models)))
+    clouds = [] if first.is_ordered else list(dict.fromkeys(row["layer"] for row in differences))
     panels = []
     for name in SUMMARY_MEASURES:
         # A point at 0 puts the first model into the legend, which then names all models.
-        lines = [Line(first.label, (0.0,), (0.0,))]
+        lines = [Line(first.label, (0.0,), (0.0,))] if first.is_ordered else []
         for position, model in enumerate(others, start=1):
-            if rows := rows_by_key.get((model.label, name)):
-                # The clouds of a model are next to each other.
-                xs = tuple(position + 0.6 * index / len(rows) for index in range(len(rows)))
-                half_widths = tuple((row["high"] - row["low"]) / 2 for row in rows)
-                lines.append(Line(model.label, xs, tuple(row["difference"] for row in rows), y_error=half_widths))
-        if len(lines) > 1:
+            rows = [row for row in differences if (row["model"], row["measure"]) == (model.label, name)]
+            # The models of a cloud are next to each other.
+            xs = [clouds.index(row["layer"]) + position / (2 * len(models)) if clouds else position for row in rows]
+            half_widths = tuple((row["high"] - row["low"]) / 2 for row in rows)
+            values = tuple(row["difference"] for row in rows)
+            if rows:
+                lines.append(Line(model.label, tuple(map(float, xs)), values, y_error=half_widths))
+        if len(lines) > first.is_ordered:
             panel = Panel(f"difference of {MEASURE_TITLES[name]}", lines)
             panels.append(replace(panel, horizontal_line=(0.0, "no difference")))
     no_ticks = dict.fromkeys(map(float, range(len(models))), "")
+    ticks = {index + 0.25: cloud for index, cloud in enumerate(clouds)} or no_ticks
     labels = tuple(model.label for model in models)
     words = {**first.words, "first": first.label}
-    return make_figure("differences", panels, "", "points", words, x_names=no_ticks, labels=labels, reference_label="")
+    return make_figure("differences", panels, "", "points", words, x_names=ticks, labels=labels, reference_label="")
 
 
 def plot_similarity(similarities: Sequence["Similarity"], words: Mapping[str, str]) -> Plot:

@@ -118,7 +118,7 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         rows_by_group,
         frame,
         notes,
-        group_header="text" if len(models) == 1 else "model",
+        group_header="text" if len(models) == 1 else words["subject"],
     )
 
 
@@ -135,7 +135,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         final_norm = measurements.final_norm or {}
         row = {
             "model": model.label,
-            "type": measurements.model["type"],
+            "type": measurements.model["type"] or math.nan,
             "layers": len(model.layers) - 1,
             "dimensions": measurements.width,
             "points": measures["points"],
@@ -189,12 +189,14 @@ def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         cloud = "" if models[0].is_ordered else f", {row['layer']}"
         entries = [Entry(MEASURE_TITLES[row["measure"]] + cloud), *numbers, difference, Entry(row["method"])]
         rows_by_model.setdefault(row["model"], []).append(entries)
+    subject = models[0].words["subject"]
     return Sheet(
         "differences",
         *_get_texts("differences", models[0].words),
-        ("measure", "model", "first\nmodel", "difference", "error"),
+        ("measure", subject, f"first\n{subject}", "difference", "error"),
         rows_by_model,
         pd.DataFrame(rows),
+        group_header=subject,
     )
 
 
@@ -247,7 +249,8 @@ def build_dimension_sheet(name: str, measured: Measurements) -> Sheet:
         shown[column] = shown[column].map(lambda index: Entry(str(int(index)), number=True))
     if "text" in shown:
         shown["text"] = shown["text"].map(lambda text: Entry(text, code=True))
-    return _make_sheet(name, shown, frame, TEXTS["words"][measured.kind])
+    words = TEXTS["words"][measured.kind]
+    return _make_sheet(name, shown.rename(columns={"layer": words["state"]}), frame, words)
 
 
 def build_matrix_sheet(measured: Measurements) -> Sheet:
@@ -257,7 +260,9 @@ def build_matrix_sheet(measured: Measurements) -> Sheet:
         for side, forms in measured.matrices.items()
         for form, measures in forms.items()
     ]
-    frame = pd.DataFrame(rows).drop(columns="singular_values")
+    frame = pd.DataFrame(rows, columns=None if rows else ["matrix", "form"]).drop(
+        columns="singular_values", errors="ignore"
+    )
     sheet = _make_sheet("matrices", frame.assign(form=frame["form"].map(FORM_TITLES)), frame)
     return replace(sheet, num_row_headers=2)
 
@@ -299,9 +304,12 @@ def build_reading_sheet(measured: Measurements) -> Sheet:
 
 def build_settings_sheet(measured: Measurements) -> Sheet:
     """Return the table of the model, the texts and the settings of the pass."""
-    values = {"model": measured.model["name"]}
-    values |= {f"model {name}": value for name, value in measured.model.items() if name != "name"}
-    values |= {"weights": measured.weights} if measured.weights else {}
+    words = TEXTS["words"][measured.kind]
+    values = {words["subject"]: measured.model["name"]}
+    values |= {f"{words['subject']} {name}": value for name, value in measured.model.items() if name != "name"}
+    values |= {"weights": measured.weights}
+    if measured.kind != "tokens":
+        values = {name: value for name, value in values.items() if value}
     values |= {name: value for name, value in measured.settings.items() if name != "texts"}
     values |= {f"text {name}": path for name, path in measured.settings.get("texts", {}).items()}
     values |= {f"groups of {state}": number for state, number in measured.groups.items()}
@@ -309,7 +317,7 @@ def build_settings_sheet(measured: Measurements) -> Sheet:
     frame = pd.DataFrame({"setting": names, "value": map(_format_value, values.values())})
     value_entries = frame["value"].map(lambda text: Entry(text, code=True))
     return _make_sheet(
-        "settings", frame.assign(setting=frame["setting"].str.replace("_", " "), value=value_entries), frame
+        "settings", frame.assign(setting=frame["setting"].str.replace("_", " "), value=value_entries), frame, words
     )
 
 

@@ -93,7 +93,7 @@ def number_table(
     return table
 
 
-def render(table: Table) -> str:
+def to_plain_text(table: Table) -> str:
     """Return a table as plain text, with lines of at most 80 characters."""
     file = io.StringIO()
     make_console(file=file, width=80, color_system=None).print(table)
@@ -110,15 +110,16 @@ def make_checkpoint_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
 
 def make_comparison_table(models: Sequence[MeasuredModel]) -> Table:
     """Return a table with a row for each model, or for each cloud."""
+    if all(model.measurements.kind == "tokens" for model in models):
+        title = "The last layer of each model, and I(W) by both signs"
+        return number_table(title, "model", _SUMMARY_HEADERS.values(), _summarize(models))
+    measures = {model.label: model.last_layer_measures for model in models}
     if not models[0].is_ordered:
-        rows = {
-            f"{model.label} {cloud}": [measures.get(name, math.nan) for name in SUMMARY_MEASURES]
-            for model in models
-            for cloud, measures in model.layers.items()
-        }
-        return number_table("The clouds", "cloud", [HEADERS[name] for name in SUMMARY_MEASURES], rows)
-    title = "The last layer of each model, and I(W) by both signs"
-    return number_table(title, "model", _SUMMARY_HEADERS.values(), _summarize(models))
+        measures = {f"{model.label} {cloud}": values for model in models for cloud, values in model.layers.items()}
+    names = [name for name in SUMMARY_MEASURES if any(name in values for values in measures.values())]
+    rows = {label: [values.get(name, math.nan) for name in names] for label, values in measures.items()}
+    title, header = ("The last state of each model", "model") if models[0].is_ordered else ("The clouds", "cloud")
+    return number_table(title, header, [HEADERS[name] for name in names], rows)
 
 
 def _summarize(models: Sequence[MeasuredModel]) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from istar.errors import UserError
 from istar.finetune.config import Config
-from istar.finetune.execute.examples import Examples, load_examples
+from istar.finetune.execute.examples import TaskExamples, load_examples
 from istar.finetune.execute.identify import identify
 from istar.finetune.execute.prepare import prepare
 from istar.finetune.execute.run import run
@@ -67,7 +67,7 @@ def test_a_broken_run_goes_on_exactly(
     assert_same(only_run(tmp_path / "broken"), only_run(tmp_path / "whole"))
 
 
-def load_text_examples(small: Build, path: Path) -> Examples:
+def load_text_examples(small: Build, path: Path) -> TaskExamples:
     """Return the documents of `task=mlm` from a file or folder."""
     config = small("task=mlm", "task.limit_train=null", "task.limit_validation=null", f"task.data_dir={path}")
     return load_examples(TASKS["mlm"], config.task)

@@ -193,9 +193,9 @@ def test_ticks_have_room(num_taps: int, has_norm: bool) -> None:
 
 
 def test_labels_differ_and_are_short() -> None:
-    labels = axis_figures._shorten_labels(["a" * 90, "a" * 91, "b\nc", "b c", "\x00", "_d"])
+    labels = model_figures.shorten_labels(["a" * 90, "a" * 91, "b\nc", "b c", "\x00", "_d"])
     assert len(set(labels)) == 6
-    assert max(map(len, labels)) <= axis_figures._MAX_LABEL + 4
+    assert max(map(len, labels)) <= model_figures._MAX_LABEL + 4
     assert labels[2:] == ["b c", "b c (4)", "text", " _d"]
 
 

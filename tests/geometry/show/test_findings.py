@@ -129,7 +129,7 @@ def test_models_are_ranked_by_their_last_layers_with_intervals() -> None:
     assert "contains 0, so that the choice of the documents may explain it." in line
     unusual = make_compared("unusual", 0.3, 0.7)
     assert describe_findings([first, unusual])[1:] == [
-        "unusual: All states of layer 2 share a direction: two random tokens have an average cosine of 0.70."
+        "unusual: All hidden states of layer 2 share a direction: two random tokens have an average cosine of 0.70."
     ]
     assert "The difference has no interval." in describe_findings([first, unusual])[0]
     other = make_compared("other", 0.9, text_hashes={"other": "23"})

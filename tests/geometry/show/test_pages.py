@@ -16,14 +16,12 @@ import pytest
 import torch
 import transformers as hf
 
-import istar
 from istar.cli.main import main
 from istar.drawing import page_folder, rendering
 from istar.errors import UserError
 from istar.files.writing import to_csv
 from istar.geometry.collect import measures_file
 from istar.geometry.collect.mean_states import Similarity
-from istar.geometry.collect.measures_file import layer_frame
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show import axis_figures, compare_page, model_tables
@@ -124,14 +122,6 @@ def test_the_page_of_a_model(pages: dict[str, Path]) -> None:
     assert "model over 500 tokens of news, talk: separate documents of at most 512 tokens, special" in card
     [row] = [line.split(" | ") for line in card.splitlines() if line.startswith("| layer_1")]
     assert float(row[1]) == pytest.approx(make_measurements().all_texts["layer_1"]["isoscore"], abs=1e-4)
-
-
-def test_a_notebook_gets_the_measures_by_one_import(pages: dict[str, Path]) -> None:
-    pd.testing.assert_frame_equal(istar.load_measurements(pages["model"]), layer_frame(make_measurements()))
-    table = istar.load_measurements(str(pages["training"]))
-    assert set(table["step"]) == set(pd.read_csv(pages["training"] / "trajectory.csv")["step"])
-    with pytest.raises(istar.UserError, match=r"measures\.json"):
-        istar.load_measurements("missing")
 
 
 def test_the_page_of_several_models(pages: dict[str, Path]) -> None:

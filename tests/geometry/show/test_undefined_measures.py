@@ -123,10 +123,10 @@ def test_the_page_says_why_and_has_no_nan(measured: Path, name: str) -> None:
     for path in [*out.glob("*.csv"), *out.glob("*.md"), *out.rglob("tables/*")]:
         assert not re.search(r"\bnan\b", path.read_text(), re.IGNORECASE), path
     assert not re.search(r">\s*nan\s*<", page)
-    frame = istar.load_measurements(out)
-    assert frame.loc[frame["layer"] == "final_norm", "isoscore"].isna().all()
-    assert frame["average_norm"].notna().all()
-    assert len(frame) == 3 * 4
+    table = istar.load(out).table
+    assert table.xs("final_norm", level="state")["isoscore"].isna().all()
+    assert table["average_norm"].notna().all()
+    assert len(table) == 3 * 4
 
 
 @pytest.mark.slow
@@ -217,7 +217,11 @@ def test_training_with_gaps(trained: Path, monkeypatch: pytest.MonkeyPatch, caps
         assert (row["isoscore"] == "") == (revision in ("gain_0", "gain_0_with_bias", "equal"))
         [row] = [row for row in rows if (row["revision"], row["layer"]) == (revision, "input_embeddings")]
         assert (row["partition_isotropy_both"] == "") == (revision == "nan_input")
-    assert set(istar.load_measurements("trained")["revision"]) == set(EDITS)
+    table = istar.load("trained").table
+    assert list(table.index.names) == ["step", "text", "state"]
+    assert list(table.index.unique("step")) == list(range(1, len(EDITS) + 1))
+    frame = pd.read_csv("trained/trajectory.csv").dropna(subset="source")
+    assert table["isoscore"].to_numpy() == pytest.approx(frame["isoscore"].to_numpy(), nan_ok=True)
     scores = pd.DataFrame({"revision": list(EDITS), "task": "acc", "score": range(len(EDITS))})
     scores.to_csv("scores.csv", index=False)
     assert main(["correlate", "trained/trajectory.csv", "scores.csv", "--out", "correlated"]) == 0
