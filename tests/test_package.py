@@ -199,7 +199,7 @@ for command in (["train"], ["report", "runs"], ["measure", "model", "--text", "t
 
 
 def test_subpackages_of_the_library_need_no_import(tmp_path: Path) -> None:
-    code = (
+    code = "import istar; print(istar.measures.isoscore.__name__, istar.regularizers.__name__, 'measures' in dir(istar))"  # noqa: E501
         "import istar; print(istar.measures.isoscore.__name__, istar.regularizers.__name__, 'measures' in dir(istar))"
     )
     completed = run_python("-c", code, cwd=tmp_path, path=REPOSITORY)

@@ -2,78 +2,59 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 
 from istar.drawing.terminal import make_console
-from istar.errors import UserError, did_you_mean
+from istar.errors import UserError, check_one_of, did_you_mean
 from istar.geometry.collect.labels import make_labels
 from istar.geometry.collect.layers import MeasureSet
-from istar.geometry.collect.pass_settings import MeasureSettings, SpecialTokens, SumSettings
+from istar.geometry.collect.pass_settings import MeasureSettings, PassOptions, SpecialTokens, SumSettings
 from istar.geometry.geometry import Geometry
 
 if TYPE_CHECKING:
+    from istar.geometry.collect.examples import Collected
     from istar.geometry.collect.labels import ItemLabels
+    from istar.geometry.collect.state_rows import Channels
     from istar.texts.corpus import Documents
     from istar.vectors.clouds import PointSource
 
     Batch = Tensor | Sequence[Any] | Mapping[str, Any]
+    Texts = Iterable[str] | Mapping[str, Iterable[str]] | str | Path
 
 NUM_EXAMPLES = 1_000
 """Number of examples, from the first one on, whose mean states are kept for the similarity of layers."""
 NUM_GROUPS = 10
 """Number of groups of examples for standard errors."""
+_COMMON = ("groups", "measures", "sample", "seed", "limit", "progress")
+_OPTIONS = {
+    "points": ("key", "ids", "pairs", "device", *_COMMON),
+    "batches": ("modules", "mask", "channels", "special_tokens", "ids", *_COMMON),
+    "sentences": ("special_tokens", "ids", *_COMMON),
+    "texts": ("tokenizer", "special_tokens", "length", "documents", "batch_tokens", "dtype", "device", *_COMMON),
+}
+"""Options of `measure` by what is measured."""
 
 
-@overload
 def measure(
-    points: PointSource,
+    source: PointSource | nn.Module | str | Path,
+    inputs: Texts | Iterable[Batch] | None = None,
     /,
     *,
     key: str | Sequence[str] | None = None,
     groups: ItemLabels | None = None,
     ids: ItemLabels | None = None,
     pairs: bool = False,
-    measures: MeasureSet = "basic",
-    sample: int = 5_000,
-    seed: int = 0,
-    limit: int | None = None,
-    device: str | None = None,
-    progress: bool = False,
-) -> Geometry: ...
-@overload
-def measure(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    /,
-    *,
-    modules: Sequence[str | nn.Module] | None = None,
-    mask: str | Callable[[Batch], Tensor] | None = None,
-    channels: Literal["first", "last"] | None = None,
-    special_tokens: SpecialTokens = "include",
-    groups: ItemLabels | None = None,
-    ids: ItemLabels | None = None,
-    measures: MeasureSet = "basic",
-    sample: int = 5_000,
-    seed: int = 0,
-    limit: int | None = None,
-    progress: bool = False,
-) -> Geometry: ...
-@overload
-def measure(
-    model: nn.Module | str | Path,
-    texts: Iterable[str] | Mapping[str, Iterable[str]] | str | Path,
-    /,
-    *,
     tokenizer: Any = None,
-    special_tokens: SpecialTokens = "exclude",
-    groups: ItemLabels | None = None,
+    modules: Sequence[str | nn.Module] | None = None,
+    mask: str | Callable[[Any], Tensor] | None = None,
+    channels: Channels | None = None,
+    special_tokens: SpecialTokens | None = None,
     measures: MeasureSet = "basic",
     sample: int = 5_000,
     seed: int = 0,
@@ -81,11 +62,11 @@ def measure(
     length: int = 0,
     documents: Documents = "separate",
     batch_tokens: int | None = None,
-    dtype: str = "float32",
-    device: str = "auto",
+    dtype: str | None = None,
+    device: str | None = None,
     progress: bool = False,
-) -> Geometry: ...
-def measure(source: Any, inputs: Any = None, /, **options: Any) -> Geometry:
+    **unknown: Any,
+) -> Geometry:
     """Measure the geometry of points, or of the states of a model.
 
     The source decides what is measured:
@@ -129,12 +110,12 @@ def measure(source: Any, inputs: Any = None, /, **options: Any) -> Geometry:
         sample: most points for measures of pairs of points, such as TwoNN; 0 leaves these out.
         seed: seed of the sample.
         limit: most tokens, rows or places of each source; None reads all.
-        length: most tokens of a block of text; 0 takes the model's longest input, at most 512. See also
-            `istar measure --help` for `documents` and `batch_tokens`.
+        length: most tokens of a block of text; 0 takes the model's longest input, at most 512.
         documents: whether the model sees each text alone ("separate") or several in a block ("packed").
         batch_tokens: most tokens of a batch of texts, with padding.
-        dtype: of the weights of a model given by name.
-        device: where points are summed, or where a model given by name is loaded.
+        dtype: of the weights of a model given by name; by default float32.
+        device: where points are summed, by default where they are; or where a model given by name is loaded, by default
+            on a GPU if there is one.
         progress: show a bar on standard error.
 
     Returns:
@@ -152,47 +133,72 @@ def measure(source: Any, inputs: Any = None, /, **options: Any) -> Geometry:
     >>> round(float(geometry["isoscore_unbiased"]["points"]), 1)
     1.0
     """
-    road, what, arguments = _choose_road(source, inputs, options)
-    known = [
-        name for name, parameter in inspect.signature(road).parameters.items() if parameter.kind.name == "KEYWORD_ONLY"
-    ]
-    for name in options:
-        if name not in known:
-            raise UserError(
-                f"istar.measure takes no {name} for {what}{did_you_mean(name, known)}; expected {', '.join(known)}"
-            )
-    return road(*arguments, **options)
+    subject: Any = source
+    what, subject_inputs = _find_subject(subject, inputs, tokenizer)
+    given = {
+        "key": key, "groups": groups, "ids": ids, "pairs": pairs or None, "tokenizer": tokenizer, "modules": modules,
+        "mask": mask, "channels": channels, "special_tokens": special_tokens, "length": length or None,
+        "batch_tokens": batch_tokens, "documents": None if documents == "separate" else documents, "dtype": dtype,
+        "device": device,
+    }  # fmt: skip
+    _check_options(what, [name for name, value in given.items() if value is not None] + list(unknown))
+    check_one_of("measures", measures, get_args(MeasureSet))
+    settings = SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed)
+    console = make_console(stderr=True) if progress else None
+    options = PassOptions(settings, make_labels(NUM_GROUPS, groups, ids), limit, NUM_EXAMPLES, console)
+    if what == "points":
+        from istar.geometry.collect.measure_clouds import measure_clouds
+        from istar.vectors.clouds import open_clouds
+
+        name = str(source) if isinstance(source, str | Path) else "points"
+        return Geometry(*measure_clouds(open_clouds(subject, key), options, name, pairs=pairs, device=device))
+    if what == "texts":
+        text_settings = MeasureSettings(
+            length, **vars(settings), batch_tokens=batch_tokens, limit=limit, documents=documents,
+            special_tokens=special_tokens or "exclude",
+        )  # fmt: skip
+        return Geometry(*_measure_texts(subject, subject_inputs, tokenizer, text_settings, options, dtype, device))
+    if what == "sentences":
+        return Geometry(*_measure_sentences(subject, subject_inputs, options, special_tokens or "exclude"))
+    reading = {"modules": modules, "mask": mask, "channels": channels, "special_tokens": special_tokens or "include"}
+    return Geometry(*_measure_batches(subject, subject_inputs, options, reading))
 
 
-def _choose_road(
-    source: Any, inputs: Any, options: Mapping[str, Any]
-) -> tuple[Callable[..., Geometry], str, list[Any]]:
-    """Return the function that measures this source, what the source is, and the positional arguments."""
-    is_name = isinstance(source, str | Path)
-    if not isinstance(source, nn.Module) and inputs is None:
-        return _measure_points, "points", [source]
+def _check_options(what: str, given: Sequence[str]) -> None:
+    """Raise a `UserError` for an option that `measure` does not have for what it measures."""
+    for name in given:
+        if name not in _OPTIONS[what]:
+            hint = did_you_mean(name, _OPTIONS[what])
+            raise UserError(f"istar.measure takes no {name} for {what}{hint}; expected {', '.join(_OPTIONS[what])}")
+
+
+def _find_subject(source: Any, inputs: Any, tokenizer: Any) -> tuple[str, Any]:
+    """Return what is measured, a key of `_OPTIONS`, and the inputs, of which the first has been looked at."""
+    is_model = isinstance(source, nn.Module)
+    if inputs is None and not is_model:
+        return "points", None
     if inputs is None:
         raise UserError(
             "a model needs texts or batches: istar.measure(model, texts, tokenizer=tokenizer) or istar.measure(model, "
             "loader)"
         )
-    if not is_name and not isinstance(source, nn.Module):
+    if not is_model and not isinstance(source, str | Path):
         raise UserError(
             f"a {type(source).__name__} is neither a model nor the name of one; expected istar.measure(points), or a "
             "model and its inputs"
         )
-    if isinstance(inputs, str | Path | Mapping) or is_name or options.get("tokenizer") is not None:
-        return _measure_texts, "texts", [source, inputs]
+    if isinstance(inputs, str | Path | Mapping) or not is_model or tokenizer is not None:
+        return "texts", inputs
     batches = iter(inputs)
     first = next(batches, None)
     if first is None:
         raise UserError("the batches are empty or read already; expected at least one, as from a list or a data loader")
     batches = itertools.chain([first], batches)
     if _is_sentence_transformer(source):
-        return _measure_sentences, "sentences", [source, batches]
+        return "sentences", batches
     if isinstance(first, str):
         raise UserError("texts need a tokenizer: istar.measure(model, texts, tokenizer=tokenizer)")
-    return _measure_batches, "batches", [source, batches]
+    return "batches", batches
 
 
 def _is_sentence_transformer(model: object) -> bool:
@@ -200,170 +206,57 @@ def _is_sentence_transformer(model: object) -> bool:
     return module is not None and isinstance(model, module.SentenceTransformer)
 
 
-def _measure_points(
-    points: Any,
-    *,
-    key: str | Sequence[str] | None = None,
-    groups: ItemLabels | None = None,
-    ids: ItemLabels | None = None,
-    pairs: bool = False,
-    measures: MeasureSet = "basic",
-    sample: int = 5_000,
-    seed: int = 0,
-    limit: int | None = None,
-    device: str | None = None,
-    progress: bool = False,
-) -> Geometry:
-    from istar.geometry.collect.measure_clouds import measure_clouds
-    from istar.vectors.clouds import open_clouds
-
-    collected = measure_clouds(
-        open_clouds(points, key),
-        SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed),
-        make_labels(NUM_GROUPS, groups, ids),
-        str(points) if isinstance(points, str | Path) else "points",
-        pairs=pairs,
-        limit=limit,
-        device=device,
-        num_examples=NUM_EXAMPLES,
-        console=make_console(stderr=True) if progress else None,
-    )
-    return Geometry(collected.measurements, collected.examples)
-
-
 def _measure_batches(
-    model: nn.Module,
-    batches: Iterator[Any],
-    *,
-    modules: Sequence[str | nn.Module] | None = None,
-    mask: str | Callable[[Any], Tensor] | None = None,
-    channels: Literal["first", "last"] | None = None,
-    special_tokens: SpecialTokens = "include",
-    groups: ItemLabels | None = None,
-    ids: ItemLabels | None = None,
-    measures: MeasureSet = "basic",
-    sample: int = 5_000,
-    seed: int = 0,
-    limit: int | None = None,
-    progress: bool = False,
-) -> Geometry:
+    model: nn.Module, batches: Iterator[Any], options: PassOptions, reading: Mapping[str, Any]
+) -> Collected:
     from istar.geometry.collect.batch_reader import BatchReader
     from istar.geometry.collect.measure_batches import measure_batches
 
     first = next(batches)
-    with BatchReader(
-        model, first, modules=modules, mask=mask, channels=channels, special_tokens=special_tokens
-    ) as reader:
-        collected = measure_batches(
-            reader,
-            ((batch, None) for batch in itertools.chain([first], batches)),
-            SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed),
-            make_labels(NUM_GROUPS, groups, ids),
-            _describe_model(model),
-            {"special_tokens": special_tokens},
-            num_types=_find_vocabulary_size(model),
-            limit=limit,
-            num_examples=NUM_EXAMPLES,
-            console=make_console(stderr=True) if progress else None,
-        )
-    return Geometry(collected.measurements, collected.examples)
+    with BatchReader(model, first, **reading) as reader:
+        numbered = ((batch, None) for batch in itertools.chain([first], batches))
+        return measure_batches(reader, numbered, options, model, reading["special_tokens"])
 
 
 def _measure_sentences(
-    model: Any,
-    sentences: Iterator[str],
-    *,
-    special_tokens: SpecialTokens = "exclude",
-    groups: ItemLabels | None = None,
-    ids: ItemLabels | None = None,
-    measures: MeasureSet = "basic",
-    sample: int = 5_000,
-    seed: int = 0,
-    limit: int | None = None,
-    progress: bool = False,
-) -> Geometry:
+    model: Any, sentences: Iterator[str], options: PassOptions, special_tokens: SpecialTokens
+) -> Collected:
     from istar.geometry.collect.measure_batches import measure_batches
     from istar.geometry.collect.sentence_reader import SentenceReader, sort_sentences
 
     batches = sort_sentences(sentences)
     first = next(batches)
     with SentenceReader(model, first[0], special_tokens=special_tokens) as reader:
-        collected = measure_batches(
-            reader,
-            itertools.chain([first], batches),
-            SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed),
-            make_labels(NUM_GROUPS, groups, ids),
-            _describe_model(model),
-            {"special_tokens": special_tokens},
-            num_types=_find_vocabulary_size(model),
-            limit=limit,
-            num_examples=NUM_EXAMPLES,
-            console=make_console(stderr=True) if progress else None,
-        )
-    return Geometry(collected.measurements, collected.examples)
+        return measure_batches(reader, itertools.chain([first], batches), options, model, special_tokens)
 
 
 def _measure_texts(
     model: nn.Module | str | Path,
-    texts: Any,
-    *,
-    tokenizer: Any = None,
-    special_tokens: SpecialTokens = "exclude",
-    groups: ItemLabels | None = None,
-    measures: MeasureSet = "basic",
-    sample: int = 5_000,
-    seed: int = 0,
-    limit: int | None = None,
-    length: int = 0,
-    documents: Documents = "separate",
-    batch_tokens: int | None = None,
-    dtype: str = "float32",
-    device: str = "auto",
-    progress: bool = False,
-) -> Geometry:
+    texts: Texts,
+    tokenizer: Any,
+    settings: MeasureSettings,
+    options: PassOptions,
+    dtype: str | None,
+    device: str | None,
+) -> Collected:
     from istar.geometry.collect import measure as text_road
     from istar.hidden_states.model_layers import eval_mode, uncompiled
     from istar.models.saved_checkpoints import parse_models
     from istar.texts.corpus import open_texts
 
-    settings = MeasureSettings(
-        length,
-        batch_tokens=batch_tokens,
-        limit=limit,
-        documents=documents,
-        special_tokens=special_tokens,
-        measures=measures,
-        groups=NUM_GROUPS,
-        sample=sample,
-        seed=seed,
-    )
     sources = open_texts(texts)
-    labels = make_labels(NUM_GROUPS, groups)
-    labels.check_length("texts", len(sources[0].documents or ()))
-    console = make_console(stderr=True) if progress else None
+    for source in sources:
+        options.labels.check_length(f"texts of {source.name}", len(source.documents or ()))
     if isinstance(model, nn.Module):
         if tokenizer is None:
             raise UserError("a model in memory needs its tokenizer: istar.measure(model, texts, tokenizer=tokenizer)")
+        if dtype is not None or device is not None:
+            raise UserError("dtype and device are for a model given by name; move the model before")
         opened = text_road.hold_model(model, tokenizer)
     else:
-        opened = text_road.open_model(parse_models([str(model)])[0].source, dtype, device)
+        if tokenizer is not None:
+            raise UserError("a model given by name has its tokenizer; leave tokenizer out, or pass the model itself")
+        opened = text_road.open_model(parse_models([str(model)])[0].source, dtype or "float32", device or "auto")
     plan = text_road.plan_pass(opened, sources, settings)
     with eval_mode(opened.encoder), uncompiled():
-        collected = text_road.measure_texts(plan, None, console, NUM_EXAMPLES, labels)
-    return Geometry(collected.measurements, collected.examples)
-
-
-def _describe_model(model: nn.Module) -> dict[str, Any]:
-    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in model.parameters() if weight.is_floating_point()}
-    config = getattr(model, "config", None)
-    return {
-        "name": type(model).__name__,
-        "dtype": ", ".join(sorted(dtypes)),
-        "type": getattr(config, "model_type", None),
-    }
-
-
-def _find_vocabulary_size(model: Any) -> int:
-    config = getattr(model, "config", None)
-    text_config: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    return int(getattr(text_config, "vocab_size", 0) or 0)
+        return text_road.measure_texts(plan, None, options.console, options.num_examples, options.labels)

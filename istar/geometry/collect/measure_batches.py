@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from istar.drawing.terminal import make_progress
@@ -16,11 +15,12 @@ from istar.geometry.collect.examples import Collected, join_examples
 from istar.geometry.collect.labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
-from istar.geometry.collect.pass_settings import SumSettings
+from istar.geometry.collect.pass_settings import PassOptions, SpecialTokens, SumSettings
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.source_sums import SourceSums
 from istar.geometry.collect.summaries import summarize_source
-from istar.measures.numerics import accumulation_dtype, full_precision
+from istar.measures.numerics import accumulation_dtype
+from istar.runs.names import FINAL_NORM
 
 BATCHES = "batches"
 """Name of the source of all batches."""
@@ -155,32 +155,27 @@ class BatchSums:
 def measure_batches(
     reader: StateReader,
     batches: Iterable[tuple[Any, Tensor | None]],
-    settings: SumSettings,
-    labels: Labels,
-    model: Mapping[str, Any],
-    recorded: Mapping[str, Any],
-    *,
-    num_types: int = 0,
-    limit: int | None = None,
-    num_examples: int = 0,
-    console: Console | None = None,
+    options: PassOptions,
+    model: nn.Module,
+    special_tokens: SpecialTokens,
 ) -> Collected:
     """Measure the states of a model over batches in one pass.
 
-    A batch comes with the numbers of its examples, or with None if they follow those of the batch before. The pass
-    ends once the state with most rows has `limit`. `model` describes the model, and `recorded` has further settings, as
-    in `Measurements`; for the other arguments see `BatchSums`.
+    A batch comes with the numbers of its examples, or with None if they follow those of the batch before. The reader
+    was made for the model and for `special_tokens`. The pass ends once the state with most rows has `options.limit`.
 
     Raises a `UserError` without batches, or for groups and ids that do not fit the examples, and a `NonFiniteError` for
     states that are not finite.
     """
-    start = time.monotonic()
-    sums, num_seen, num_rows = BatchSums(settings, labels, num_types, num_examples), 0, 0
-    with make_progress(console) as progress:
+    start, limit, labels = time.monotonic(), options.limit, options.labels
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
+    num_types = getattr(text_config, "vocab_size", None) or 0
+    sums, num_seen, num_rows = BatchSums(options.settings, labels, num_types, options.num_examples), 0, 0
+    with make_progress(options.console) as progress:
         task = progress.add_task("reading batches", total=limit)
         for batch, numbers in batches:
-            with full_precision(torch.device("cpu")):
-                places_by_state, token_ids = reader.read(batch)
+            places_by_state, token_ids = reader.read(batch)
             num_new = sums.add(places_by_state, num_seen if numbers is None else numbers, token_ids)
             num_seen += len(next(iter(places_by_state.values())).values)
             num_rows += num_new
@@ -189,24 +184,30 @@ def measure_batches(
                 break
     labels.check_length("examples", num_seen, limit is not None)
     statistics = sums.finish()
-    devices = {str(layer.power_sums.device) for layer in statistics.layers.values()}
     summary = summarize_source(statistics)
-    width = len(next(iter(statistics.layers.values())).power_sums[0])
+    devices = {str(layer.power_sums.device) for layer in statistics.layers.values()}
+    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in model.parameters() if weight.is_floating_point()}
     by_source: dict[str, Any] = {field: {BATCHES: summary[field]} for field in SOURCE_FIELDS}
     measurements = Measurements(
-        model={"revision": None, "device": ", ".join(sorted(devices)), **model},
+        model={
+            "name": type(model).__name__,
+            "revision": None,
+            "dtype": ", ".join(sorted(dtypes)),
+            "type": getattr(config, "model_type", None),
+            "device": ", ".join(sorted(devices)),
+        },
         weights="",
         identity="",
-        settings={**asdict(settings), "groups": labels.num_groups, "limit": limit, "texts": {}, **recorded},
+        settings={
+            **asdict(options.settings), "groups": labels.num_groups, "limit": limit, "texts": {},
+            "special_tokens": special_tokens,
+        },
         matrices={},
-        final_norm=measure_final_norm(reader.norm, width),
+        final_norm=measure_final_norm(reader.norm, len(summary["spectra"][FINAL_NORM]["raw"])) if reader.norm else None,
         text_hashes={BATCHES: labels.digest} if labels.ids else {},
         groups=dict.fromkeys(statistics.layers, labels.num_independent or num_seen),
         seconds=time.monotonic() - start,
         kind="places",
         **by_source,
-    )
-    if not num_examples:
-        return Collected(measurements)
-    source = labels.digest or BATCHES
-    return Collected(measurements, join_examples({source: summary["examples"]}, labels))
+    )  # fmt: skip
+    return Collected(measurements, join_examples({labels.digest or BATCHES: summary["examples"]}, labels))

@@ -7,16 +7,14 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
 from istar.drawing.terminal import make_progress
 from istar.errors import NonFiniteError, UserError
 from istar.geometry.collect.examples import Collected, join_examples
-from istar.geometry.collect.labels import Labels
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
-from istar.geometry.collect.pass_settings import SumSettings
+from istar.geometry.collect.pass_settings import PassOptions
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.source_sums import SourceSums
 from istar.geometry.collect.summaries import summarize_source
@@ -38,37 +36,28 @@ class CloudPass:
     """A pass over clouds, one after the other.
 
     Args:
-        settings: which measures, groups and sample.
-        labels: groups and ids of the rows, of each cloud alike.
-        limit: most rows of each cloud; None reads all.
+        options: settings and labels; only rows with ids are kept as examples.
         device: device of the sums; None for the one where the points are.
-        num_examples: number of rows, from the first one on, that are kept for comparisons if they have ids.
 
     Attributes:
-        devices: devices of the points.
+        devices: devices of the sums.
         dtypes: dtypes of the points.
     """
 
-    def __init__(
-        self,
-        settings: SumSettings,
-        labels: Labels,
-        limit: int | None = None,
-        device: str | None = None,
-        num_examples: int = 0,
-    ) -> None:
-        self._settings, self._labels, self._limit, self._device = settings, labels, limit, device
-        self._num_examples = num_examples if labels.ids else 0
+    def __init__(self, options: PassOptions, device: str | None = None) -> None:
+        self._settings, self._labels, self._limit = options.settings, options.labels, options.limit
+        self._console, self._device = options.console, device
+        self._num_examples = options.num_examples if options.labels.ids else 0
         self.devices: set[torch.device] = set()
         self.dtypes: set[torch.dtype] = set()
 
-    def sum_cloud(self, cloud: Cloud, index: int, console: Console | None = None) -> SourceSums:
+    def sum_cloud(self, cloud: Cloud, index: int) -> SourceSums:
         """Return the sums over the rows of a cloud; its index makes its sample independent of those of other clouds.
 
         Raises a `UserError` if the rows are too few, or not as many as the labels, and a `NonFiniteError`.
         """
         sums, num_rows = None, 0
-        with make_progress(console) as progress:
+        with make_progress(self._console) as progress:
             task = progress.add_task(escape(cloud.name), total=self._limit or cloud.num_points)
             for points in self._read_blocks(cloud):
                 sums = sums or self._create_sums(cloud, points.device)
@@ -127,18 +116,9 @@ class CloudPass:
 
 
 def measure_clouds(
-    clouds: Sequence[Cloud],
-    settings: SumSettings,
-    labels: Labels,
-    source: str,
-    *,
-    pairs: bool = False,
-    limit: int | None = None,
-    device: str | None = None,
-    num_examples: int = 0,
-    console: Console | None = None,
+    clouds: Sequence[Cloud], options: PassOptions, source: str, *, pairs: bool = False, device: str | None = None
 ) -> Collected:
-    """Measure each cloud in one pass over its rows; see `CloudPass` for the arguments.
+    """Measure each cloud in one pass over its rows; see `CloudPass`.
 
     `source` says where the clouds are from. With `pairs`, row i of all clouds belongs together, and their alignment is
     measured, too.
@@ -146,11 +126,11 @@ def measure_clouds(
     Raises a `UserError` if rows and labels do not fit together, or a `NonFiniteError` for rows that are not finite.
     """
     start = time.monotonic()
-    cloud_pass = CloudPass(settings, labels, limit, device, num_examples)
+    labels, cloud_pass = options.labels, CloudPass(options, device)
     summaries: dict[str, dict[str, Any]] = {}
     means: dict[str, Tensor] = {}
     for index, cloud in enumerate(clouds):
-        sums = cloud_pass.sum_cloud(cloud, index, console)
+        sums = cloud_pass.sum_cloud(cloud, index)
         summaries[cloud.name] = summarize_source(sums)
         means[cloud.name] = sums.layers[cloud.name].moments.mean.cpu()
         del sums  # free them before those of the next cloud are allocated
@@ -168,7 +148,13 @@ def measure_clouds(
         },
         weights="",
         identity="",
-        settings={**asdict(settings), "groups": labels.num_groups, "limit": limit, "source": source, "texts": {}},
+        settings={
+            **asdict(options.settings),
+            "groups": labels.num_groups,
+            "limit": options.limit,
+            "source": source,
+            "texts": {},
+        },
         matrices={},
         final_norm=None,
         text_hashes={POINTS: labels.digest} if labels.ids else {},
@@ -181,7 +167,7 @@ def measure_clouds(
         kind="points",
         **by_source,
     )
-    if not labels.ids or not num_examples:
+    if not labels.ids:
         return Collected(measurements)
     examples = {name: summary["examples"][name] for name, summary in summaries.items()}
     return Collected(measurements, join_examples({POINTS: examples}, labels))

@@ -4,10 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from istar.geometry.collect.labels import Labels
 from istar.geometry.collect.layers import LayerSettings, MeasureSet
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from istar.texts.corpus import Documents
 
 SpecialTokens = Literal["include", "exclude"]
@@ -48,6 +51,17 @@ class SumSettings:
             f"{names} get no standard errors, because the sums of {self.groups} groups would take more than "
             f"{MAX_GROUP_BYTES / 2**30:g} GiB; choose fewer --groups"
         )
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What a pass over points or batches needs besides its source."""
+
+    settings: SumSettings
+    labels: Labels  # groups and ids of the rows of each cloud, or of the examples of all batches
+    limit: int | None = None  # most rows of a cloud or a state; None reads all
+    num_examples: int = 0  # number of examples, from the first one on, whose mean states are kept
+    console: "Console | None" = None  # shows a progress bar
 
 
 @dataclass(frozen=True)
