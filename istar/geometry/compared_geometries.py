@@ -123,8 +123,9 @@ class Comparison:
 def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: bool | None = None) -> Comparison:
     """Compare two geometries or more with the first.
 
-        comparison = istar.compare({"base": "geometry/base", "tuned": geometry})
-        comparison.table.query("measure == 'isoscore'")
+    >>> import istar
+    >>> comparison = istar.compare({"base": "geometry/base", "tuned": "geometry/tuned"})  # doctest: +SKIP
+    >>> comparison.table.query("measure == 'isoscore'")  # doctest: +SKIP
 
     Args:
         geometries: by label, as objects or as the folders of `istar measure`. Measure models first.

@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 
 from istar.drawing.page_tables import number_entry
-from istar.drawing.plot import Plot
 from istar.errors import UserError, did_you_mean
 from istar.geometry import checks
 from istar.geometry.checks import Bounds, Violation
@@ -141,9 +140,9 @@ class Geometry:
         """Return the measures that are beyond their bounds.
 
         A bound trips only if the whole 95% interval is beyond it; without a standard error, if the value is. An
-        undefined value always trips. Print a violation for a line that says so.
+        undefined value always trips. `str(violation)` is a line that says so.
 
-            if geometry.check(isoscore=(0.05, None), states="layer_*"): ...
+        >>> istar.load("geometry").check(isoscore=(0.05, None), states="layer_*")  # doctest: +SKIP
 
         Args:
             bounds: smallest and largest value by measure, with None for no bound; or the result of
@@ -219,7 +218,10 @@ def draw_measures(
     if "spectrum" in measures:
         if len(measures) > 1:
             raise UserError("spectrum has another axis than the other measures; expected it alone")
-        return rendering.draw(_find_spectra(models))
+        [spectra] = [plot for plot in model_figures.plot_states(models) if plot.name == "spectra"]
+        if not spectra.panels:
+            raise UserError("there is no spectrum with finite values; expected another measure")
+        return rendering.draw(spectra)
     axis = axis_figures.make_layer_axis(models) if training is None else axis_figures.make_step_axis([training])
     width = max(model.measurements.width for model in models)
     panels = []
@@ -231,13 +233,6 @@ def draw_measures(
     if not panels:
         raise UserError("no measure has a finite value; expected points that differ from each other")
     return rendering.draw(axis.make_plot("isotropy", panels))
-
-
-def _find_spectra(models: Sequence[MeasuredModel]) -> Plot:
-    plot = next(plot for plot in model_figures.plot_states(models) if plot.name == "spectra")
-    if not plot.panels:
-        raise UserError("there is no spectrum with finite values; expected another measure")
-    return plot
 
 
 def make_html(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str]) -> str:
@@ -260,8 +255,9 @@ def load(path: str | Path) -> Geometry:
     A folder with the checkpoints of a training gives a table with the index `step`, `state`. `istar.load_runs` reads
     training runs.
 
-        geometry = istar.load("geometry")
-        geometry.table.loc["layer_3", "isoscore"]
+    >>> import istar
+    >>> geometry = istar.load("geometry")  # doctest: +SKIP
+    >>> geometry.table.loc["layer_3", "isoscore"]  # doctest: +SKIP
 
     Args:
         path: the folder, or its measures.json.
