@@ -92,15 +92,6 @@ def count_frames(mask: Tensor, config: Any) -> Tensor | None:
     return counts
 
 
-def count_constant_places(first: Tensor, second: Tensor) -> int:
-    """Return the number of first places that are equal in the states `(batch, places, d)` of two different inputs.
-
-    Such places, like CLS and registers of image models, do not depend on the input.
-    """
-    are_equal = (first == second).all(-1).all(0)
-    return int(are_equal.int().cumprod(0).sum())
-
-
 def leave_out_first(places: Places, number: int) -> Places:
     """Return places of which the first ones of each example do not count."""
     are_counted = torch.arange(places.values.shape[1], device=places.values.device) >= number

@@ -70,6 +70,9 @@ CASES: dict[str, Case] = {
     "CLIP": Case(
         lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**SHAPE, **IMAGE)), images, "encoder.layers", None, 1
     ),
+    "BLIP": Case(
+        lambda: hf.BlipVisionModel(hf.BlipVisionConfig(**SHAPE, **IMAGE)), images, "encoder.layers", "post_layernorm", 1
+    ),
     "Swin": Case(
         lambda: hf.SwinModel(hf.SwinConfig(**WINDOWS)), lambda: images(32), "encoder.layers", "layernorm", 0
     ),
@@ -115,7 +118,8 @@ def record(model: nn.Module, batch: Any, blocks: str, norm: str | None) -> dict[
     states: dict[str, Tensor] = {}
 
     def record_output(name: str, output: Any) -> None:
-        states[name] = (output if isinstance(output, Tensor) else output[0]).clone()
+        # BLIP normalizes its pooled state, too, after the states of all places.
+        states.setdefault(name, (output if isinstance(output, Tensor) else output[0]).clone())
 
     modules = list(model.get_submodule(blocks))
     handles = [modules[0].register_forward_pre_hook(
