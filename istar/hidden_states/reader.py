@@ -405,9 +405,8 @@ def find_state(output: Any) -> Any:
         return output
     if isinstance(output, Mapping):
         return output.get("last_hidden_state")
-    return (
-        next((value for value in output if isinstance(value, Tensor)), None) if isinstance(output, Sequence) else None
-    )
+    values = output if isinstance(output, Sequence) else ()
+    return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def _are_saved_tensors_hooked() -> bool:
