@@ -10,22 +10,19 @@ from istar.drawing import page_folder
 from istar.drawing.page_tables import print_json
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, shorten
+from istar.geometry import compared_geometries
 from istar.geometry.collect import measures_file
+from istar.geometry.geometry import Geometry, load
 from istar.geometry.show import compare, compare_page, measured_training, model_tables, terminal_tables
-from istar.geometry.show.compare import MeasuredModel
 from istar.models import saved_checkpoints
-from istar.models.model_source import ModelSource
 from istar.models.saved_checkpoints import ModelArgument
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.mean_states import Similarity
     from istar.texts.corpus import Source
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure the models that are not measured yet, print a table that compares all models, and write the page."""
-    if options.cka_documents in (1, 2, 3):
-        raise UserError(f"--cka-documents {options.cka_documents} is too small; expected 4 or more, or 0 for no CKA")
     options.device = find_placement(options)
     model_arguments = saved_checkpoints.parse_models(options.models)
     if len(model_arguments) < 2:
@@ -36,17 +33,19 @@ def run(options: argparse.Namespace) -> None:
     sources = _parse_texts(options.text)
     inputs: list[str | Path] = [*(argument.name for argument in model_arguments), *(source.path for source in sources)]
     page_folder.check(options.out, compare_page.COMPARISON_KIND, inputs)
-    measured_models = _measure_models(model_arguments, sources, options)
-    similarities, warnings = [], compare.describe_other_settings(measured_models)
+    geometries = _measure_models(model_arguments, sources, options)
+    warnings = []
     try:
-        similarities = _compute_similarities(measured_models, sources, options)
-    except (UserError, OSError, RuntimeError) as error:  # measuring the models may have taken hours
+        comparison = compared_geometries.compare(geometries, similarity=bool(sources and options.cka_documents))
+    except UserError as error:  # measuring the models may have taken hours
+        comparison = compared_geometries.compare(geometries, similarity=False)
         warnings.append(f"the page lacks the similarity of layers: {shorten(error)}")
-    page_path = compare_page.write_comparison(measured_models, options.out, similarities, options.typed)
+    warnings += compare.describe_other_settings(comparison.models)
+    page_path = compare_page.write_comparison(comparison.models, options.out, comparison.similarities, options.typed)
     if options.json:
-        print_json({"models": model_tables.build_model_sheet(measured_models).frame})
+        print_json({"models": model_tables.build_model_sheet(comparison.models).frame})
     else:
-        make_console().print(terminal_tables.make_comparison_table(measured_models))
+        make_console().print(terminal_tables.make_comparison_table(comparison.models))
     files = f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE}"
     _print_lines(options, warnings, files)
 
@@ -82,8 +81,8 @@ def _print_lines(options: argparse.Namespace, warnings: Sequence[str], files: st
 
 def _measure_models(
     model_arguments: Sequence[ModelArgument], sources: Sequence["Source"], options: argparse.Namespace
-) -> list[MeasuredModel]:
-    """Return the measures of all models; unmeasured models are measured into the folder `models` in `--out`."""
+) -> dict[str, Geometry]:
+    """Return the geometries of all models by label; new models are measured into the folder `models` in `--out`."""
     file_name, folder = measures_file.JSON_FILE, options.out / "models"
     measured_paths = {model: Path(model.name, file_name) for model in model_arguments}
     new_models = {model: folder / model.default_label for model, path in measured_paths.items() if not path.is_file()}
@@ -91,34 +90,15 @@ def _measure_models(
         name = next(iter(new_models)).name
         raise UserError(f"{name} holds no {file_name}; give a folder of istar measure, or --text to measure it")
     saved_checkpoints.check_distinct_labels([model.default_label for model in new_models])
-    measured = {
-        model: measures_file.read_measurement(path) for model, path in measured_paths.items() if model not in new_models
-    }
-    models = [measured[model].model if model in measured else vars(model) for model in model_arguments]
+    measured = {model: load(path) for model, path in measured_paths.items() if model not in new_models}
+    models = [measured[model].measurements.model if model in measured else vars(model) for model in model_arguments]
     compare.choose_labels(model_arguments, list(map(compare.name_model, models)))  # refuses labels that collide
     if new_models:
         from istar.cli.measure import make_measure_settings, measure_models
 
         settings = make_measure_settings(options)
-        results = measure_models(options, new_models, sources, settings)
-        measured |= {model: measurements for model, measurements, _ in results}
-    return compare.label_models(model_arguments, [measured[model] for model in model_arguments])
-
-
-def _compute_similarities(
-    measured_models: Sequence[MeasuredModel], sources: Sequence["Source"], options: argparse.Namespace
-) -> list["Similarity"]:
-    if not sources or not options.cka_documents:
-        return []
-    from istar.geometry.collect import similarity
-
-    documents = similarity.read_first_documents(sources, options.cka_documents, options.shuffle_buffer, options.seed)
-    labels_and_sources = []
-    for measured_model in measured_models:
-        model = measured_model.measurements.model
-        labels_and_sources.append((measured_model.label, ModelSource(model["name"], model["revision"])))
-    # All models see the same part of a document, unless their tokenizers differ.
-    length = min(measured_model.measurements.settings["length"] for measured_model in measured_models)
-    return similarity.compute_similarities(
-        labels_and_sources, documents, length, options.device, make_console(stderr=True), options.dtype
-    )
+        results = measure_models(options, new_models, sources, settings, options.cka_documents)
+        measured |= {model: geometry for model, geometry, _ in results}
+    geometries = [measured[model] for model in model_arguments]
+    labels = compare.choose_labels(model_arguments, [geometry.label for geometry in geometries])
+    return dict(zip(labels, geometries, strict=True))

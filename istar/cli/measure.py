@@ -14,7 +14,6 @@ from istar.errors import UserError
 from istar.files.folders import split_label
 from istar.geometry.checks import Checks, read_checks
 from istar.geometry.collect import measure, measures_file, stream, trajectory, trajectory_file
-from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.geometry import Geometry, load
 from istar.geometry.measuring import measure as measure_points
@@ -29,6 +28,7 @@ _FILES = f"{measures_file.CSV_FILE} and {measures_file.JSON_FILE}"
 _OPTIONS_OF_MODELS = (
     *("text", "length", "documents", "special_tokens", "batch_tokens", "max_tokens", "shuffle_buffer", "groups"),
     *("no_intra", "dtype", "device_map", "max_memory", "offload_folder", "revisions", "checkpoints", "steps"),
+    "examples",
 )
 """Options that do not go with files of vectors."""
 
@@ -118,9 +118,10 @@ def measure_models(
     folders: Mapping[ModelArgument, Path],
     sources: Sequence[Source],
     settings: MeasureSettings,
+    num_examples: int,
     rank: int = 0,
-) -> Iterator[tuple[ModelArgument, Measurements, Path]]:
-    """Measure each model into its folder; on rank 0, yield it with its measurements and the path of its page."""
+) -> Iterator[tuple[ModelArgument, Geometry, Path]]:
+    """Measure each model into its folder; on rank 0, yield it with what was measured and the path of its page."""
     texts = [source.path for source in sources]
     for model, folder in folders.items():
         page_folder.check(folder, compare_page.MODEL_KIND, (model.source.name, *texts))
@@ -131,11 +132,13 @@ def measure_models(
             console.print(f"measuring {model.default_label}", soft_wrap=True)
         opened_model = measure.open_model(model.source, options.dtype, options.device)
         text_pass = measure.plan_pass(opened_model, sources, settings)
-        collected = measure.measure_into(text_pass, folder, console)
-        measurements = replace(collected.measurements, command=options.typed)
+        measurements, examples = measure.measure_into(text_pass, folder, console, (), num_examples)
+        measurements = replace(measurements, command=options.typed)
         del opened_model, text_pass  # the model's memory is needed for the next one
         if rank == 0:
-            yield model, measurements, compare_page.write_model(measurements, folder, model.label)
+            content = None if examples is None else examples.to_bytes()
+            page_path = compare_page.write_model(measurements, folder, model.label, content)
+            yield model, Geometry(measurements, examples), page_path
 
 
 def _print_models(
@@ -153,11 +156,11 @@ def _print_models(
     saved_checkpoints.check_distinct_labels([model.default_label for model in models])
     folders = {model: options.out / model.default_label if len(models) > 1 else options.out for model in models}
     console, frames, geometries = make_console(stderr=options.json), {}, []
-    for model, measurements, page_path in measure_models(options, folders, sources, settings, rank):
-        frames[model.default_label] = measures_file.layer_frame(measurements)
-        geometries.append(Geometry(measurements))
+    for model, geometry, page_path in measure_models(options, folders, sources, settings, options.examples, rank):
+        frames[model.default_label] = measures_file.layer_frame(geometry.measurements)
+        geometries.append(geometry)
         if not options.json:
-            console.print(terminal_tables.make_model_table(model.default_label, measurements))
+            console.print(terminal_tables.make_model_table(model.default_label, geometry.measurements))
         console.out(f"{page_path}, and figures, tables, {_FILES} next to it", highlight=False)
     if options.json and rank == 0:
         print_json(frames)

@@ -19,7 +19,7 @@ from istar.statistics import ALPHA, POWER
 EMBEDDING_FORMS = ("raw", "centered", "scaled_centered", "all_but_the_top", "all_but_the_top_published")
 _MODEL_HELP = "[label=]<hub id, folder or run>[@revision]"
 _MEASURING_MINIMA = {
-    "length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max_tokens": 1, "shuffle_buffer": 0, "groups": 0
+    "length": 0, "batch_tokens": 1, "sample": 0, "seed": 0, "max_tokens": 1, "shuffle_buffer": 0, "groups": 0,
 }  # fmt: skip
 """Minima of the options of `_add_measuring_options`."""
 
@@ -144,6 +144,8 @@ def _add_measure_options(parser: argparse.ArgumentParser) -> None:
     _add_measuring_options(parser)
     _add_output(parser, "geometry")
     _add_figures(parser)
+    examples_help = "documents whose mean states to keep, by which istar compare computes CKA later (default: 0)"
+    add("--examples", type=int, default=0, help=examples_help)
     _add_list(parser, "--revisions", "instead of a model's revision: several, to measure one by one")
     add("--checkpoints", help="instead of a model: a pattern 'folder/*' of saved models, runs or .ckpt files")
     add("--steps", type=Path, help="CSV table with the columns checkpoint and step, for checkpoints that record none")
@@ -152,7 +154,7 @@ def _add_measure_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--check", type=Path, help=check_help)
     add("--list", nargs="?", const="", metavar="measure", help="list all measures, or describe one, and exit")
-    parser.set_defaults(minima=_MEASURING_MINIMA)
+    parser.set_defaults(minima={**_MEASURING_MINIMA, "examples": 0})
 
 
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
@@ -166,8 +168,7 @@ def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     _add_figures(parser)
     cka_help = "documents of the texts for CKA, the similarity of layers; 0: none (default: 1000)"
     parser.add_argument("--cka-documents", type=int, default=1_000, help=cka_help)
-    minima = {**_MEASURING_MINIMA, "cka_documents": 0}
-    parser.set_defaults(minima=minima)
+    parser.set_defaults(minima={**_MEASURING_MINIMA, "cka_documents": 0})
 
 
 def _add_embed_options(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,13 @@ from istar.drawing.page_tables import number_entry
 from istar.errors import UserError, did_you_mean
 from istar.geometry import checks
 from istar.geometry.checks import Bounds, Violation
-from istar.geometry.collect.measures_file import JSON_FILE, TRAJECTORY_FILE, Measurements, read_measurement
+from istar.geometry.collect.measures_file import (
+    EXAMPLES_FILE,
+    JSON_FILE,
+    TRAJECTORY_FILE,
+    Measurements,
+    read_measurement,
+)
 from istar.geometry.show import axis_figures, compare_page, findings, model_figures, terminal_tables
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel, describe_points, name_model
 from istar.geometry.show.measured_training import MeasuredTraining, read_trainings
@@ -272,8 +278,8 @@ def load(path: str | Path) -> Geometry:
             raise UserError(f"{folder} lacks the folders of its first or last checkpoint; measure the training again")
         return Geometry(training.checkpoints[-1].measurements, training=training)
     measurements = read_measurement(folder / JSON_FILE)
-    if not (folder / compare_page.EXAMPLES_FILE).is_file():
+    if not (folder / EXAMPLES_FILE).is_file():
         return Geometry(measurements)
     from istar.geometry.collect.mean_states import read_examples  # loads torch
 
-    return Geometry(measurements, read_examples(folder / compare_page.EXAMPLES_FILE))
+    return Geometry(measurements, read_examples(folder / EXAMPLES_FILE))

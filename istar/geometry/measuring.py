@@ -18,9 +18,9 @@ from istar.geometry.collect.pass_settings import MeasureSettings, PassOptions, S
 from istar.geometry.geometry import Geometry
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.examples import Collected
     from istar.geometry.collect.labels import ItemLabels
     from istar.geometry.collect.state_rows import Channels
+    from istar.geometry.collect.summaries import Collected
     from istar.texts.corpus import Documents
     from istar.vectors.clouds import PointSource
 

@@ -119,13 +119,14 @@ def find_layers_in_call(model: nn.Module, call: Callable[[], object]) -> ModelLa
     num_layers = int(getattr(config.get_text_config(), "num_hidden_layers", 0))
     layers = _find_layers_by_trial(base_model, trial, num_layers)
     last_output = next((call.output for call in reversed(trial.calls) if call.module in layers.modules), None)
+    first_calls = {call.module: call for call in reversed(trial.calls)}
 
     def is_final(call: Call) -> bool:
         if last_output is None:  # without modules for layers, only the output of the norm is known
             return _are_equal(call.output, trial.last_state)
-        # Heads of masked language models end with a norm, too, after a dense layer.
-        is_single = next(call.module.children(), None) is None
-        return is_single and last_output.dim() == 3 and _are_equal(call.input, last_output)
+        # Heads of masked language models end with a norm after a dense layer. BLIP also normalizes a pooled state.
+        can_be_read = next(call.module.children(), None) is None and first_calls[call.module] is call
+        return can_be_read and last_output.dim() == 3 and _are_equal(call.input, last_output)
 
     return replace(layers, norm=_find_norm(head_model, trial, is_final))
 

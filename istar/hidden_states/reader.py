@@ -322,8 +322,9 @@ class HiddenStateReader:
             self._add_state(self._pass, self.layers.num_layers, args[0])
 
     def _read_norm_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._pass is not None:
-            self._add_state(self._pass, self.layers.num_layers + 1, find_state(output))
+        number = self.layers.num_layers + 1
+        if self._pass is not None and number not in dict(self._pass.states):
+            self._add_state(self._pass, number, find_state(output))
 
     def _add_state(self, current: _Pass, number: int, state: Any) -> None:
         if number in self._copied:
@@ -404,9 +405,8 @@ def find_state(output: Any) -> Any:
         return output
     if isinstance(output, Mapping):
         return output.get("last_hidden_state")
-    return (
-        next((value for value in output if isinstance(value, Tensor)), None) if isinstance(output, Sequence) else None
-    )
+    values = output if isinstance(output, Sequence) else ()
+    return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def _are_saved_tensors_hooked() -> bool:

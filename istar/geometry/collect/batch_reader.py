@@ -10,22 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError, check_one_of, shorten
-from istar.geometry.collect.state_rows import (
-    Channels,
-    Places,
-    count_constant_places,
-    leave_out_first,
-    map_tensors,
-    to_places,
-)
+from istar.geometry.collect.state_rows import Channels, Places, leave_out_first, map_tensors, to_places
 from istar.hidden_states.call_arguments import read_argument_names
 from istar.hidden_states.model_layers import eval_mode, select_modules, uncompiled
 from istar.hidden_states.offloading import find_input_device
 from istar.hidden_states.reader import HiddenStateReader
 from istar.measures.numerics import full_precision
-
-Batch = Any
-"""Inputs of a model: a mapping is passed as keywords, a tuple or list as arguments, anything else as the only one."""
 
 
 class BatchReader:
@@ -71,10 +61,10 @@ class BatchReader:
     def __init__(
         self,
         model: nn.Module,
-        first_batch: Batch,
+        first_batch: Any,
         *,
         modules: Sequence[str | nn.Module] | None = None,
-        mask: str | Callable[[Batch], Tensor] | None = None,
+        mask: str | Callable[[Any], Tensor] | None = None,
         channels: Channels | None = None,
         special_tokens: Literal["include", "exclude"] = "include",
     ) -> None:
@@ -113,8 +103,10 @@ class BatchReader:
     ) -> None:
         self._stack.close()
 
-    def read(self, batch: Batch) -> tuple[dict[str, Places], Tensor | None]:
+    def read(self, batch: Any) -> tuple[dict[str, Places], Tensor | None]:
         """Return the states of a batch by name, and its token ids.
+
+        A mapping is passed to the model as keywords, a tuple or list as arguments, and anything else as the only one.
 
         Returns:
             The places `(batch, places, d)` of each state, on the state's device; and `input_ids` of the batch, if a
@@ -127,12 +119,12 @@ class BatchReader:
         return self.arrange(self.run(batch)[1], batch)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    def run(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
         """Run the model on a batch; return its output, and the states by name as the model computes them."""
         with uncompiled(), full_precision(self.device):
             return self._call_model(lambda *args, **kwargs: self._reader.call(self._model, *args, **kwargs), batch)
 
-    def arrange(self, states: Mapping[str, Tensor], batch: Batch) -> tuple[dict[str, Places], Tensor | None]:
+    def arrange(self, states: Mapping[str, Tensor], batch: Any) -> tuple[dict[str, Places], Tensor | None]:
         """Return what `read` returns from the states of a batch that `run` has returned."""
         mask = self._find_mask(batch)
         places = {name: to_places(name, state, mask, self._channels, self._config) for name, state in states.items()}
@@ -148,7 +140,7 @@ class BatchReader:
         token_ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         return places, token_ids if token_ids is not None and token_ids.shape in shapes.values() else None
 
-    def _call_model(self, call: Callable[..., Any], batch: Batch) -> Any:
+    def _call_model(self, call: Callable[..., Any], batch: Any) -> Any:
         args, kwargs = self._split_batch(map_tensors(batch, lambda values: values.to(self.device)))
         try:
             return call(*args, **kwargs)
@@ -161,7 +153,7 @@ class BatchReader:
                 "what its forward takes: leave out labels and other values"
             ) from error
 
-    def _split_batch(self, batch: Batch) -> tuple[Sequence[Any], dict[str, Any]]:
+    def _split_batch(self, batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return a batch as arguments and keywords of the model."""
         options = {"use_cache": False} if self._takes_use_cache else {}
         if not isinstance(batch, Mapping):
@@ -173,7 +165,7 @@ class BatchReader:
             left_out.add(self._mask)
         return (), options | {key: value for key, value in batch.items() if key not in left_out}
 
-    def _find_mask(self, batch: Batch) -> Tensor | None:
+    def _find_mask(self, batch: Any) -> Tensor | None:
         """Return which places of a batch count, `(batch, places)`, apart from those that do not depend on the input."""
         mask: Any
         if callable(self._mask):
@@ -186,8 +178,8 @@ class BatchReader:
         if self._excludes_special and self._num_constant_places is None:
             if not _has_key(batch, "special_tokens_mask"):
                 raise UserError(
-                    'the batch has no special_tokens_mask; expected one for special_tokens="exclude", as tokenizers '
-                    "return with return_special_tokens_mask=True"
+                    'the batch has no special_tokens_mask; expected one for special_tokens="exclude" with texts or '
+                    "modules=[...]: tokenizers return it with return_special_tokens_mask=True"
                 )
             is_content = torch.as_tensor(batch["special_tokens_mask"]) == 0
             mask = is_content if mask is None else torch.as_tensor(mask)
@@ -201,7 +193,7 @@ class BatchReader:
             raise UserError(f"the mask has shape {tuple(mask.shape)}; expected (batch, places): mask= a function")
         return mask
 
-    def _find_constant_places(self, batch: Batch) -> int | None:
+    def _find_constant_places(self, batch: Any) -> int | None:
         """Return how many first places of the first state do not depend on the input; None for texts."""
         if _has_key(batch, "input_ids"):
             return None
@@ -217,10 +209,13 @@ class BatchReader:
                 f"{self.names[0]} does not depend on the floating inputs of {type(self._model).__name__}, so that its "
                 'special places are unknown; expected special_tokens="include"'
             )
-        return count_constant_places(first, second) if first.dim() == 3 else 0
+        if first.dim() != 3:
+            return 0
+        are_equal = (first == second).all(-1).all(0)
+        return int(are_equal.int().cumprod(0).sum())
 
 
-def _has_key(batch: Batch, key: str) -> bool:
+def _has_key(batch: Any, key: str) -> bool:
     return isinstance(batch, Mapping) and key in batch
 
 

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError, shorten
 from istar.files.outputs import Output
-from istar.geometry.collect.examples import Collected, join_examples
 from istar.geometry.collect.labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm, measure_rows
-from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, ModelName, read_earlier
+from istar.geometry.collect.mean_states import read_examples
+from istar.geometry.collect.measures_file import EXAMPLES_FILE, SOURCE_FIELDS, Measurements, ModelName, read_earlier
 from istar.geometry.collect.model_identity import compute_identity, hash_model, hash_weights
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.stream import Stream
-from istar.geometry.collect.summaries import summarize_source
+from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.hidden_states.model_layers import find_base_model, find_head_model
 from istar.hidden_states.offloading import find_input_device, read_parameter
 from istar.measures.numerics import keep_freed_memory
@@ -134,18 +134,21 @@ def measure_into(
     """Measure texts as `measure_texts`, unless this was done before.
 
     If the measurements in the folder `out`, or one of the `earlier` ones, are of the same model (see `hash_model`),
-    settings, dtype and texts, they are returned with the new names, and the console says so; they lack examples.
+    settings, dtype and texts, they are returned with the new names, and the console says so. With `num_examples`, they
+    need the examples in `out`.
 
     Raises a `UserError` as `measure_texts`, and an `OtherModelError` if `out` contains the measures of another model.
     """
     model, settings = plan.model, plan.recorded_settings
     key = (model.identity, model.dtype, plan.text_hashes, {**settings, "texts": None})
     in_folder = read_earlier(out, model.names, model.identity)
+    examples = read_examples(out / EXAMPLES_FILE) if num_examples and (out / EXAMPLES_FILE).is_file() else None
     for other in earlier if in_folder is None else (in_folder, *earlier):
-        if (other.identity, other.model["dtype"], other.text_hashes, {**other.settings, "texts": None}) == key:
+        other_key = (other.identity, other.model["dtype"], other.text_hashes, {**other.settings, "texts": None})
+        if other_key == key and (examples is not None or not num_examples):
             if console is not None:
                 console.print("measured before")
-            return Collected(replace(other, model=other.model | model.names._asdict(), settings=settings))
+            return Collected(replace(other, model=other.model | model.names._asdict(), settings=settings), examples)
     return measure_texts(plan, out, console, num_examples)
 
 

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.geometry.collect.batch_reader import Places
-from istar.geometry.collect.examples import Collected, join_examples
 from istar.geometry.collect.labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
 from istar.geometry.collect.pass_settings import PassOptions, SpecialTokens, SumSettings
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.source_sums import SourceSums
-from istar.geometry.collect.summaries import summarize_source
+from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures.numerics import accumulation_dtype
 from istar.runs.names import FINAL_NORM
 

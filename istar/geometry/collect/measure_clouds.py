@@ -12,12 +12,11 @@ from torch import Tensor
 
 from istar.drawing.terminal import make_progress
 from istar.errors import NonFiniteError, UserError
-from istar.geometry.collect.examples import Collected, join_examples
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
 from istar.geometry.collect.pass_settings import PassOptions
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.source_sums import SourceSums
-from istar.geometry.collect.summaries import summarize_source
+from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures import alignment
 from istar.measures.numerics import accumulation_dtype
 from istar.vectors.clouds import Cloud, check_finite_rows

@@ -23,6 +23,8 @@ BySourceAndTap = dict[str, dict[str, T]]
 MEASUREMENT_FORMAT = 3
 """Version of `measures.json`; files of other versions are refused."""
 JSON_FILE, CSV_FILE = "measures.json", "measures.csv"
+EXAMPLES_FILE = "examples.safetensors"
+"""Mean states of examples; see `istar.geometry.collect.mean_states.Examples`."""
 TRAJECTORY_FILE = "trajectory.csv"
 """Table of the measures at all checkpoints of a training."""
 SOURCE_FIELDS = (

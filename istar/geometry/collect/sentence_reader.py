@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError, check_one_of
-from istar.geometry.collect.batch_reader import Batch, BatchReader
+from istar.geometry.collect.batch_reader import BatchReader
 from istar.geometry.collect.state_rows import Places
 from istar.models.special_tokens import special_tokens as find_special_tokens
 
@@ -75,7 +75,7 @@ class SentenceReader(BatchReader):
         prompt = model.prompts.get(model.default_prompt_name) if model.default_prompt_name is not None else None
         return model.preprocess(list(sentences), prompt=prompt)
 
-    def _find_tokens(self, batch: Batch) -> Tensor:
+    def _find_tokens(self, batch: Any) -> Tensor:
         """Return which tokens are neither padding nor special tokens that the tokenizer adds."""
         mask: Tensor = batch[0]["attention_mask"].bool()
         numbers, (num_first, num_last) = mask.cumsum(1), self._num_special

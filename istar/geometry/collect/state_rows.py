@@ -55,7 +55,7 @@ def to_places(name: str, state: Tensor, mask: Tensor | None, channels: Channels 
     num_examples, num_places = int(state.shape[0]), int(state.shape[1])
     if mask is not None and mask.shape != (num_examples, num_places):
         frames = count_frames(mask, config)
-        if frames is None or (len(mask), frames[-1]) != (num_examples, num_places):
+        if frames is None or (len(mask), int(frames[-1])) != (num_examples, num_places):
             raise UserError(
                 f"the mask has shape {tuple(mask.shape)}, and {name} has {num_places} places for {num_examples} "
                 "examples; expected a mask of this shape: mask= a function of the batch that returns it"
@@ -82,23 +82,19 @@ def count_frames(mask: Tensor, config: Any) -> Tensor | None:
     Returns:
         The number of frames of each recording, and of a recording without padding, `(batch + 1,)`; None unless the
         configuration has the lists `conv_kernel` and `conv_stride`.
+
+    Raises:
+        UserError: for padding before a sample.
     """
     kernels, strides = (getattr(config, key, None) for key in ("conv_kernel", "conv_stride"))
     if not isinstance(kernels, list | tuple) or not isinstance(strides, list | tuple):
         return None
+    if (mask[:, 1:] > mask[:, :-1]).any():
+        raise UserError("the mask has padding before samples; expected all padding after them")
     counts = torch.cat([mask.long().sum(-1), torch.tensor([mask.shape[-1]], device=mask.device)])
     for kernel, stride in zip(kernels, strides, strict=True):
         counts = (counts - kernel).div(stride, rounding_mode="floor") + 1
     return counts
-
-
-def count_constant_places(first: Tensor, second: Tensor) -> int:
-    """Return the number of first places that are equal in the states `(batch, places, d)` of two different inputs.
-
-    Such places, like CLS and registers of image models, do not depend on the input.
-    """
-    are_equal = (first == second).all(-1).all(0)
-    return int(are_equal.int().cumprod(0).sum())
 
 
 def leave_out_first(places: Places, number: int) -> Places:

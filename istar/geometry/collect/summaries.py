@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from istar.geometry.collect.labels import Labels
 from istar.geometry.collect.layers import Layer
+from istar.geometry.collect.mean_states import Examples
+from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.source_sums import SourceSums
 from istar.measures import MassiveActivationsSummary
 from istar.measures.matrix_forms import round_digits
@@ -108,3 +112,29 @@ def find_extreme_dimensions(layer: Layer) -> list[dict[str, float]]:
         }
         for dimension in mean.abs().argsort(descending=True, stable=True)[:3].tolist()
     ]
+
+
+class Collected(NamedTuple):
+    """What was measured."""
+
+    measurements: Measurements
+    examples: Examples | None = None  # None if no examples were kept
+
+
+def join_examples(sums_by_source: Mapping[str, Mapping[str, tuple[Tensor, Tensor]]], labels: Labels) -> Examples:
+    """Return the examples of all sources together, without those that lack points.
+
+    `sums_by_source` has results of `SourceSums.compute_examples` by what identifies the source. An example's id is the
+    source and its label, or else its index there.
+    """
+    ids: list[str] = []
+    groups: list[str] = []
+    means: dict[str, list[Tensor]] = {}
+    for source, sums_by_state in sums_by_source.items():
+        counts, _ = next(iter(sums_by_state.values()))
+        kept = counts.nonzero().squeeze(1)
+        ids += [f"{source}:{labels.ids[index] if labels.ids else index}" for index in kept.tolist()]
+        groups += map(str, labels.find_groups(kept).tolist())
+        for state, (_, state_means) in sums_by_state.items():
+            means.setdefault(state, []).append(state_means[kept])
+    return Examples(tuple(ids), tuple(groups), {state: torch.cat(parts) for state, parts in means.items()})

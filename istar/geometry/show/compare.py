@@ -115,12 +115,6 @@ def choose_labels(arguments: Sequence[ModelArgument], names: Sequence[str], noun
     return labels
 
 
-def label_models(arguments: Sequence[ModelArgument], measurements: Sequence[Measurements]) -> list[MeasuredModel]:
-    """Give the measurements of each model a distinct label, by default its name and its revision, if it has one."""
-    labels = choose_labels(arguments, [name_model(measured.model) for measured in measurements])
-    return [MeasuredModel(label, measured) for label, measured in zip(labels, measurements, strict=True)]
-
-
 def name_model(model: Mapping[str, Any]) -> str:
     """Return the short name of `Measurements.model`, with its revision if it has one."""
     return shorten_model_name(model["name"]) + (f" at {model['revision']}" if model.get("revision") else "")

@@ -48,12 +48,10 @@ COMPARISON_FILE, TRAININGS_FILE = "comparison.csv", "trajectories.csv"
 """Tables of all measures of several models, and of several trainings."""
 CARD_FILE = "card.md"
 """The main measures of a model, to paste into its page on the hub."""
-EXAMPLES_FILE = "examples.safetensors"
-"""The mean states of examples; see `istar.geometry.collect.mean_states.Examples`."""
 MODEL_KIND = PageKind(
     "page of measures",
     "istar measure",
-    (measures_file.JSON_FILE, measures_file.CSV_FILE, CARD_FILE, EXAMPLES_FILE),
+    (measures_file.JSON_FILE, measures_file.CSV_FILE, CARD_FILE, measures_file.EXAMPLES_FILE),
 )
 COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
 _DEFINITIONS = ("Definitions of the measures", "#measures")
@@ -102,9 +100,9 @@ class PageContent:
 def write_model(measured: Measurements, out: Path, label: str = "", examples: bytes | None = None) -> Path:
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
-    The page calls the model by `label`, or else by the last part of its name. `examples` is the content of a further
-    file, `EXAMPLES_FILE`. Raises a `UserError` for the measures of
-    another model, and as `istar.drawing.page_folder.write` does.
+    The page calls the model by `label`, or else by the last part of its name. `examples` is the content of the file of
+    examples, if there is one. Raises a `UserError` for the measures of another model, and as
+    `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
     measures_file.read_earlier(out, ModelName(name, revision), measured.identity)
@@ -112,7 +110,7 @@ def write_model(measured: Measurements, out: Path, label: str = "", examples: by
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents[CARD_FILE] = _make_card(label, measured).encode()
     if examples is not None:
-        contents[EXAMPLES_FILE] = examples
+        contents[measures_file.EXAMPLES_FILE] = examples
     # The measures, which may have taken hours, are saved before anything is drawn.
     Output(out, MODEL_KIND.noun).write(contents)
     measures_file.discard_state(out)

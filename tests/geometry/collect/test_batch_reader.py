@@ -70,6 +70,9 @@ CASES: dict[str, Case] = {
     "CLIP": Case(
         lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**SHAPE, **IMAGE)), images, "encoder.layers", None, 1
     ),
+    "BLIP": Case(
+        lambda: hf.BlipVisionModel(hf.BlipVisionConfig(**SHAPE, **IMAGE)), images, "encoder.layers", "post_layernorm", 1
+    ),
     "Swin": Case(
         lambda: hf.SwinModel(hf.SwinConfig(**WINDOWS)), lambda: images(32), "encoder.layers", "layernorm", 0
     ),
@@ -115,7 +118,8 @@ def record(model: nn.Module, batch: Any, blocks: str, norm: str | None) -> dict[
     states: dict[str, Tensor] = {}
 
     def record_output(name: str, output: Any) -> None:
-        states[name] = (output if isinstance(output, Tensor) else output[0]).clone()
+        # BLIP normalizes its pooled state, too, after the states of all places.
+        states.setdefault(name, (output if isinstance(output, Tensor) else output[0]).clone())
 
     modules = list(model.get_submodule(blocks))
     handles = [modules[0].register_forward_pre_hook(
@@ -358,6 +362,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
                       r"the mask has shape \(2, 1, 3, 3\); expected \(batch, places\)"),
     "mask of frames": (CASES["Whisper"].make, {"input_features": torch.randn(2, 8, 50),
                                                "attention_mask": torch.ones(2, 50)}, {}, r"mask has shape \(2, 50\)"),
+    "padding first": (CASES["wav2vec2"].make, {"input_values": torch.randn(2, 400),
+                                               "attention_mask": torch.arange(400).expand(2, 400) > 90}, {},
+                      "the mask has padding before samples; expected all padding after them"),
     "special places of modules": (ConvNet, MAPS, {"modules": ["head"], "special_tokens": "exclude"},
                                   "the batch has no special_tokens_mask"),
     "option": (ConvNet, MAPS, {"modules": ["head"], "channels": "left"}, "channels=left is not known"),

@@ -13,7 +13,7 @@ from rich.console import Console
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.finetune.execute import extras
-from istar.geometry.collect import measure, similarity
+from istar.geometry.collect import measure
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.pass_settings import MeasureSettings
@@ -91,15 +91,6 @@ def test_offloaded_weights_have_the_dtype_of_the_others(folder: Path) -> None:
     """The file has float32."""
     plain = measure_folder(folder, "plain-bf16", dtype="bf16")
     assert strip(measure_folder(folder, "disk-bf16", device=place_layers(2, "disk"), dtype="bf16")) == strip(plain)
-
-
-def test_similarity_of_offloaded_models(folder: Path) -> None:
-    models = [(label, ModelSource(str(folder / "model"))) for label in ("first", "second")]
-    plain = similarity.compute_similarities(models, SENTENCES, 16, "cpu")
-    assert similarity.compute_similarities(models, SENTENCES, 16, place_layers(1, "disk")) == plain
-    half = similarity.compute_similarities(models, SENTENCES, 16, place_layers(1, "disk"), dtype="bf16")
-    assert half != plain
-    assert half[0].values[1][2] == pytest.approx(plain[0].values[1][2], abs=0.1)
 
 
 def test_a_map_leaves_room_for_the_first_layer(folder: Path) -> None:

@@ -14,7 +14,6 @@ from istar.cli.main import main
 from istar.geometry.collect.measure import measure_texts, open_model, plan_pass
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.pass_settings import MeasureSettings
-from istar.geometry.collect.similarity import compute_mean_states
 from istar.models import tiny
 from istar.models.model_source import ModelSource
 from istar.texts.corpus import Source
@@ -81,14 +80,6 @@ def test_measures_of_models_that_see_padding_do_not_depend_on_the_batches(tmp_pa
     assert alone["text"].keys() == together["text"].keys()
     for tap, measures in alone["text"].items():
         assert together["text"][tap] == pytest.approx(measures, rel=1e-4, abs=1e-5, nan_ok=True), tap
-
-
-def test_pooled_states_do_not_depend_on_padding_either(tmp_path: Path) -> None:
-    model = save(tmp_path, "fnet")
-    tokenizer = tiny.make_tokenizer(["the", "cat"])
-    alone, together = (compute_mean_states(model, tokenizer, TEXTS[:4], 16, tokens) for tokens in (1, 400))
-    for tap, states in alone.items():
-        torch.testing.assert_close(together[tap], states, rtol=1e-5, atol=1e-6, msg=tap)
 
 
 # Encoder-decoders, and models that are not measured -------------------------------------------------------------

@@ -534,7 +534,7 @@ def test_measures_of_the_sample(source: Source) -> None:
             assert measures[f"sample_inter_sim_without_top_{k}"] == pytest.approx(expected, rel=1e-8, abs=1e-12)
         standardized = oracles.mean_pair_cosine(scipy.stats.zscore(points))
         assert measures["sample_inter_sim_standardized"] == pytest.approx(standardized, rel=1e-8)
-        assert measures.items() >= statistics.sample.compute_neighbour_measures(tap).items()
+        assert measures.items() >= statistics.samples["embeddings"].compute_neighbour_measures(tap).items()
         assert measures["uniformity"] < 0 < 1 < measures["relative_contrast"]
         assert [scale.n1 for scale in statistics.estimate_gride()[tap]] == [1, 2, 4, 8]
     assert read_statistics(bert(), MeasureSettings(16, sample=20), source).estimate_gride() == {}

@@ -16,7 +16,7 @@ def label(*models: tuple[str, str, str | None], given: str = "") -> list[str]:
     """Return the labels of models, each given by its folder of measures, its name and its revision."""
     arguments = parse_models([f"{given}={folder}" if given else folder for folder, _, _ in models])
     measurements = [make_measurements(model={"name": name, "revision": revision}) for _, name, revision in models]
-    return [model.label for model in compare.label_models(arguments, measurements)]
+    return compare.choose_labels(arguments, [compare.name_model(measured.model) for measured in measurements])
 
 
 def test_models_are_called_by_name_and_revision_and_if_needed_by_folder() -> None:

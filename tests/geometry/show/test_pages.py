@@ -271,7 +271,8 @@ def test_both_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         hf.BertModel(tiny.make_tiny_config(len(tokenizer))).save_pretrained(name)
         tokenizer.save_pretrained(name)
     Path("text.txt").write_text("\n".join(" ".join(demo.vocabulary()[row : row + 9]) for row in range(40)))
-    assert main(["measure", "a", "--text", "text.txt", "--length", "16", "--out", "first"]) == 0
+    options = ["--text", "text.txt", "--length", "16", "--examples", "30"]
+    assert main(["measure", "a", *options, "--out", "first"]) == 0
     assert "first/index.html" in capsys.readouterr().out
     assert main(["compare", "first", "new=b", "--text", "text.txt", "--cka-documents", "30", "--out", "page"]) == 0
     captured = capsys.readouterr()

@@ -77,7 +77,7 @@ def measured(folder: Path, blank_figures: None) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name in EDITS:
-            assert main(["measure", name, *OPTIONS, "--out", f"out/{name}"]) == 0
+            assert main(["measure", name, *OPTIONS, "--examples", "12", "--out", f"out/{name}"]) == 0
     return folder
 
 
@@ -260,18 +260,6 @@ def test_labels_that_collide_are_refused_before_a_model_is_measured(
     for first, second in (("out/usual", "usual"), ("a=out/usual", "a=gain_0")):
         assert main(["compare", first, second, *OPTIONS, "--out", "collided"]) == 2
         assert "error: several models are called" in capsys.readouterr().err
-
-
-def test_failed_similarity(measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from istar.geometry.collect import similarity
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("CUDA out of memory")
-
-    monkeypatch.chdir(measured)
-    monkeypatch.setattr(similarity, "compute_similarities", fail)
-    assert main(["compare", "out/usual", "out/gain_0", *OPTIONS[:2], "--out", "without"]) == 0
-    assert "warning: the page lacks the similarity of layers: CUDA out of memory" in capsys.readouterr().err
 
 
 def test_a_state_is_discarded_only_in_its_folder(tmp_path: Path) -> None:
