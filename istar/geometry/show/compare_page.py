@@ -305,11 +305,9 @@ def _explain_page(content: PageContent) -> list[str]:
         settings = content.models[0].measurements.settings
         documents, tokens = settings["documents"], settings["special_tokens"]
         paragraphs.append(f"{texts[f'documents_{documents}']} {texts[f'tokens_{tokens}']}")
-    elif content.models:
-        paragraphs.append(" ".join(compare.describe_points(content.models[0].measurements)))
     axis_note = texts.get(content.axis.name.replace(" ", "_"), texts["step"])
     isotropy = texts["isotropy"].format_map(content.words)
-    return [*filter(None, paragraphs), axis_note, isotropy, _explain_intervals(content)]
+    return [*paragraphs, axis_note, isotropy, _explain_intervals(content)]
 
 
 def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
