@@ -89,11 +89,8 @@ class MeasuredModel:
 def describe_points(measured: Measurements) -> list[str]:
     """Return sentences on which rows count: special places, and the groups of rows that standard errors leave out."""
     texts, words, sentences = TEXTS["reading"], TEXTS["words"][measured.kind], []
-    if measured.kind == "tokens":
-        special = {"include": "Special tokens count.", "exclude": "Special tokens do not count."}
-        return [special[measured.settings["special_tokens"]]] if "special_tokens" in measured.settings else []
     if choice := measured.settings.get("special_tokens"):
-        sentences.append(texts[f"places_{choice}"])
+        sentences.append(texts[f"{measured.kind}_{choice}"])
     if measured.groups:
         points = {state: measures["points"] for state, measures in measured.all_texts.items()}
         is_single = all(points[state] == number for state, number in measured.groups.items())

@@ -208,7 +208,11 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
         numbers["checkpoints"] = sum(len(training.steps) for training in content.trainings)
     numbers_of_models = [
         {
-            model.words["units"]: int(sum(model.layers[state]["points"] for state in _list_counted_states(model))),
+            model.words["units"]: int(
+                model.last_layer_measures["points"]
+                if model.is_ordered
+                else sum(measures["points"] for measures in model.layers.values())
+            ),
             "texts": len(model.measurements.settings.get("texts", {})),
             model.words["states"]: len(model.layers) - (model.measurements.kind == "tokens"),
             "dimensions": model.measurements.width,
@@ -222,11 +226,6 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
     if not content.is_of_texts:
         numbers = {name: value for name, value in numbers.items() if value}
     return [(f"{number:,}", noun.removesuffix("s") if number == 1 else noun) for noun, number in numbers.items()]
-
-
-def _list_counted_states(model: MeasuredModel) -> list[str]:
-    """Return the states whose points a key figure adds up: all clouds, or the last layer of a model."""
-    return [model.last_layer] if model.is_ordered else list(model.layers)
 
 
 def _build_sheets(content: PageContent) -> list[Sheet]:
