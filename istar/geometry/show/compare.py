@@ -57,6 +57,12 @@ class MeasuredModel:
         return self.layers[self.last_layer]
 
     @property
+    def num_points(self) -> int:
+        """Number of points of the last layer, or of all clouds together."""
+        states = [self.last_layer_measures] if self.is_ordered else self.layers.values()
+        return int(sum(measures["points"] for measures in states))
+
+    @property
     def has_errors(self) -> bool:
         """Whether the measures have standard errors from groups of documents."""
         return any(

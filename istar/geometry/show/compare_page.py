@@ -103,8 +103,8 @@ def write_model(measured: Measurements, out: Path, label: str = "", examples: by
     """Write the page of a model with its figures, tables and measures in place of an earlier one, and return its path.
 
     The page calls the model by `label`, or else by the last part of its name. `examples` is the content of a further
-    file, `EXAMPLES_FILE`. Raises a `UserError` for the measures of
-    another model, and as `istar.drawing.page_folder.write` does.
+    file, `EXAMPLES_FILE`. Raises a `UserError` for the measures of another model, and as
+    `istar.drawing.page_folder.write` does.
     """
     name, revision = measured.model["name"], measured.model["revision"]
     measures_file.read_earlier(out, ModelName(name, revision), measured.identity)
@@ -186,14 +186,11 @@ def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> l
 def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Path:
     sheets = {sheet.name: sheet for sheet in _build_sheets(content)}
     over_training = " over training" if content.trainings else ""
-    labels, subject = content.labels, content.words["subject"].capitalize()
+    labels = content.labels
+    noun = content.words["subject"].capitalize() + ("" if len(labels) == 1 else "s")
     page = Page(
         title=f"Geometry of {join_names(labels)}{over_training}",
-        subject_line=(
-            subject if len(labels) == 1 else f"{subject}s",
-            ", ".join(labels),
-            f"by istar {version('istar')}",
-        ),
+        subject_line=(noun, ", ".join(labels), f"by istar {version('istar')}"),
         generator=content.kind.generator,
         summary=_count(content),
         sections=_make_sections(content, sheets, out),
@@ -208,11 +205,7 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
         numbers["checkpoints"] = sum(len(training.steps) for training in content.trainings)
     numbers_of_models = [
         {
-            model.words["units"]: int(
-                model.last_layer_measures["points"]
-                if model.is_ordered
-                else sum(measures["points"] for measures in model.layers.values())
-            ),
+            model.words["units"]: model.num_points,
             "texts": len(model.measurements.settings.get("texts", {})),
             model.words["states"]: len(model.layers) - (model.measurements.kind == "tokens"),
             "dimensions": model.measurements.width,
