@@ -27,7 +27,8 @@ _ROUNDING = 1e-6
 _MAX_MARKERS = 40
 """Most points of a line with full-size markers; more would hide the line or one another. In a panel with a longer
 line, no line has markers."""
-_MAX_TICKS = 12
+_MAX_TICKS, _MAX_NAMES = 12, 40
+"""Most ticks with names, and most characters of all names on an x axis that are not turned."""
 
 
 def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
@@ -130,7 +131,9 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
         axes.set_xscale("log")
         _label_decades(axes.xaxis, 1)
     elif plot.x_names:
-        axes.set_xticks(list(plot.x_names), list(plot.x_names.values()))
+        names = list(plot.x_names.values())
+        turn: dict[str, Any] = {"rotation": 30, "ha": "right"} if sum(map(len, names)) > _MAX_NAMES else {}
+        axes.set_xticks(list(plot.x_names), names, **turn)
     elif plot.kind == "bars" and len(xs) <= _MAX_TICKS:
         axes.set_xticks(xs)
     elif all(x == round(x) for x in xs):

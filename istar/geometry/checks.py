@@ -1,7 +1,7 @@
 """Bounds of measures, as of `istar measure --check`, and what is beyond them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,15 +10,14 @@ from typing import Any
 import pandas as pd
 
 from istar.errors import UserError, did_you_mean, shorten
-from istar.files.parsing import read_yaml
+from istar.files.parsing import find_mismatch, read_yaml
 from istar.geometry.collect.measures_file import interval_half_width
-from istar.measures.catalogue import MEASURES
+from istar.measures.catalogue import find_measure
 
 Bounds = tuple[float | None, float | None]
 """Smallest and largest value that is accepted; None for no bound."""
 Checks = Mapping[str, Mapping[str, Bounds]]
 """Bounds by pattern of states and by measure."""
-_NAMES = [measure.name for measure in MEASURES if measure.subject == "layers"]
 
 
 @dataclass(frozen=True)
@@ -57,33 +56,25 @@ def read_checks(path: str | Path) -> dict[str, dict[str, Bounds]]:
         UserError: if the file cannot be read, a measure is unknown, or its bounds are not two numbers or null.
     """
     content = read_yaml(Path(path))
-    if not isinstance(content, dict) or not content:
-        raise UserError(
-            f"{path} has no bounds; expected states with measures, such as layer_*: {{isoscore: [0.05, null]}}"
-        )
+    if mismatch := find_mismatch(content, dict[str, dict[str, list[float | None]]], "the content"):
+        raise UserError(f"{path}: {mismatch}, such as layer_*: {{isoscore: [0.05, null]}}")
     try:
-        return {str(pattern): dict(_parse_measures(measures)) for pattern, measures in content.items()}
+        return {
+            str(pattern): {
+                find_measure(str(name)).name: parse_bounds(str(name), bounds) for name, bounds in by_name.items()
+            }
+            for pattern, by_name in content.items()
+        }
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
-def _parse_measures(measures: Any) -> Iterator[tuple[str, Bounds]]:
-    if not isinstance(measures, Mapping):
-        raise UserError(f"{shorten(measures, 60)} has no measures; expected such as isoscore: [0.05, null]")
-    for name, bounds in measures.items():
-        if name not in _NAMES:
-            raise UserError(
-                f"{shorten(name, 60)} is not a measure{did_you_mean(str(name), _NAMES)}; istar measure --list shows all"
-            )
-        yield name, parse_bounds(name, bounds)
-
-
 def parse_bounds(name: str, bounds: Any) -> Bounds:
     """Return the bounds of a measure as a pair of floats or None; raise a `UserError` for anything else."""
-    is_pair = isinstance(bounds, Sequence) and not isinstance(bounds, str) and len(bounds) == 2
+    is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2
     limits = [limit for limit in bounds if limit is not None] if is_pair else []
-    are_numbers = all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in limits)
-    if not limits or not are_numbers or any(map(math.isnan, limits)) or list(limits) != sorted(limits):
+    are_numbers = all(isinstance(limit, int | float) for limit in limits) and not any(map(math.isnan, limits))
+    if not (limits and are_numbers and limits == sorted(limits)):
         raise UserError(
             f"the bounds of {name} are {shorten(bounds, 60)}; expected the smallest and the largest value, with None "
             "(null in YAML) for one without a bound"
@@ -106,7 +97,7 @@ def find_violations(table: pd.DataFrame, num_groups: int, checks: Checks) -> Ite
     states = list(map(str, table.index.get_level_values("state")))
     measures = [name for name in map(str, table) if not name.endswith("_error")]
     for pattern, bounds_by_measure in checks.items():
-        rows = table[[fnmatchcase(state, pattern) for state in states]]
+        rows = table[[state == pattern or fnmatchcase(state, pattern) for state in states]]
         if rows.empty:
             known = ", ".join(dict.fromkeys(states))
             raise UserError(f"no state matches {pattern!r}{did_you_mean(pattern, states)}; expected one of {known}")
@@ -119,8 +110,9 @@ def find_violations(table: pd.DataFrame, num_groups: int, checks: Checks) -> Ite
             smallest, largest = parse_bounds(name, bounds)
             for index, (value, low, high) in zip(rows.index, intervals.itertuples(index=False), strict=True):
                 low_end, high_end = (low, high) if math.isfinite(low) else (value, value)
+                # NaN is within no bounds.
                 is_within = (smallest is None or high_end >= smallest) and (largest is None or low_end <= largest)
-                if math.isnan(value) or not is_within:
+                if not is_within:
                     state = ", ".join(map(str, index)) if isinstance(index, tuple) else str(index)
                     yield Violation(name, state, value, low, high, (smallest, largest))
 

@@ -110,14 +110,11 @@ class Comparison:
         return terminal_tables.to_plain_text(terminal_tables.make_comparison_table(self.models))
 
     def _repr_html_(self) -> str:
-        header = ["label", "state", "measure", self.models[0].label, "other", "difference", "method"]
-        rows = []
-        for row in self._table[self._table["measure"].isin(SUMMARY_MEASURES)].to_dict("records"):
-            difference = number_entry(row["difference"], (row["high"] - row["low"]) / 2)
-            numbers = [number_entry(row["first"]), number_entry(row["other"]), difference]
-            names = [row["label"], row["state"], MEASURE_TITLES[row["measure"]]]
-            rows.append([*names, *(number.text for number in numbers), row["method"]])
-        return make_html(" and ".join(model.label for model in self.models), header, rows, self.findings)
+        rows = self._table[self._table["measure"].isin(SUMMARY_MEASURES)]
+        half_widths = (rows["high"] - rows["low"]) / 2
+        differences = [number_entry(*cell).text for cell in zip(rows["difference"], half_widths, strict=True)]
+        values = rows[["first", "other"]].map(lambda value: number_entry(value).text)
+        return make_html(rows[[*_KEYS, "method"]].assign(**values, difference=differences), self.findings)
 
 
 def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: bool | None = None) -> Comparison:

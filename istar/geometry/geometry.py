@@ -137,7 +137,7 @@ class Geometry:
 
     def check(
         self,
-        bounds: Mapping[str, Bounds] | Mapping[str, Mapping[str, Bounds]] | None = None,
+        bounds: Mapping[str, Bounds] | Mapping[str, Mapping[str, Bounds]] = MappingProxyType({}),
         /,
         *,
         states: str | Sequence[str] = "*",
@@ -159,17 +159,12 @@ class Geometry:
         Raises:
             UserError: if a measure was not measured, no state matches a pattern, or bounds are not a pair of numbers.
         """
-        by_pattern: dict[str, Mapping[str, Bounds]] = {}
-        by_measure = dict(more)
-        for name, value in (bounds or {}).items():
-            if isinstance(value, Mapping):
-                by_pattern[name] = value
-            else:
-                by_measure[name] = value
-        if by_pattern and (by_measure or states != "*"):
+        by_pattern: Any = bounds
+        if not any(isinstance(value, Mapping) for value in bounds.values()):
+            patterns = [states] if isinstance(states, str) else states
+            by_pattern = {pattern: {**bounds, **more} for pattern in patterns}
+        elif more or states != "*":
             raise UserError("bounds by state do not go with other bounds or states=; expected one of both")
-        patterns = [states] if isinstance(states, str) else states
-        by_pattern = by_pattern or dict.fromkeys(patterns, by_measure)
         return list(checks.find_violations(self._table, self._num_groups, by_pattern))
 
     def plot(self, *measures: str) -> Figure:
@@ -211,8 +206,8 @@ class Geometry:
     def _repr_html_(self) -> str:
         headers, cells_by_state = terminal_tables.list_main_measures(self.measurements)
         rows = [[state, *(number_entry(*cell).text for cell in cells)] for state, cells in cells_by_state.items()]
-        notes = [*self.findings, *describe_points(self.measurements)]
-        return make_html(self.label, [self._model.words["state"], *headers], rows, notes)
+        frame = pd.DataFrame(rows, columns=[self._model.words["state"], *headers])
+        return make_html(frame, [*self.findings, *describe_points(self.measurements)])
 
 
 def draw_measures(
@@ -241,18 +236,10 @@ def draw_measures(
     return rendering.draw(axis.make_plot("isotropy", panels))
 
 
-def make_html(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str]) -> str:
+def make_html(frame: pd.DataFrame, notes: Iterable[str]) -> str:
     """Return a table, and sentences below it, as HTML for a notebook."""
-
-    def join(tag: str, texts: Iterable[str]) -> str:
-        return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
-
-    head, items = join("th", header), join("li", notes)
-    body = "".join(f"<tr>{join('th', row[:1])}{join('td', row[1:])}</tr>" for row in rows)
-    return (
-        f"<table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        f"<ul>{items}</ul>"
-    )
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    return f"{frame.to_html(index=False, border=0)}<ul>{items}</ul>"
 
 
 def load(path: str | Path) -> Geometry:

@@ -39,7 +39,8 @@ class Measure:
         summary: whether tables with a row for each model show it.
         compared: whether pages of several models begin with it.
         needs_inter_sim: figures show it only where InterSim is at least this.
-        flag: sentence on an unusual value, with the fields `layer`, `value` and `width` and all measures of the layer.
+        flag: sentence on an unusual value, with the fields `layer`, `value` and `width`, all measures of the layer, and
+            words for what was measured, such as `units`.
         flag_at_least: smallest unusual value. The bounds of flags are conventions of this project, not tests: most
             published encoders and decoders of the papers do not reach them in most of their layers.
         flag_at_most: largest unusual value, if small values are unusual.

@@ -231,6 +231,20 @@ def test_values_above_columns_do_not_overlap() -> None:
         assert all(box.y1 <= axes.get_window_extent().y1 for box in boxes)
 
 
+def test_long_names_on_the_x_axis_do_not_overlap() -> None:
+    names = {float(index): f"a cloud with a long name {index}" for index in range(6)}
+    line = Line("m", tuple(names), (0.1,) * 6, y_error=(0.02,) * 5 + (math.nan,))
+    for x_names, rotation in ((names, 30), (dict.fromkeys(names, "short"), 0)):
+        plot = Plot("name", "title", "caption", "columns", "cloud", (Panel("y", [line]),), x_names=x_names)
+        figure = rendering.draw(plot)
+        [axes] = figure.axes
+        assert {label.get_rotation() for label in axes.get_xticklabels()} == {rotation}
+        assert all(label.get_window_extent().x0 >= 0 for label in axes.get_xticklabels())
+        # The number of a bar is above its error bar.
+        tops = [text.get_window_extent().y0 for text in axes.texts]
+        assert tops[0] >= axes.transData.transform((0, 0.12))[1]
+
+
 def test_rows_with_long_names_have_room_and_a_reference_line() -> None:
     """The title and the label of the x axis used to be cut off, because long names left no room for the axes."""
     names = ["Base", "I-STAR λ=1 ζ=0.4 schedule=cosine precision=bf16-mixed batch_size=16"]

@@ -138,6 +138,16 @@ def test_what_was_saved_is_loaded(content: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("blank_figures")
+def test_other_points_do_not_replace_what_was_saved(tmp_path: Path) -> None:
+    Geometry(CLOUDS).save(tmp_path)
+    Geometry(make_points(["corpus"])).save(tmp_path)
+    assert istar.load(tmp_path).states == ("corpus",)
+    other = make_points(model={**CLOUDS.model, "name": "other.npy"})
+    with pytest.raises(UserError, match=r"holds the measures of points, not of other\.npy"):
+        Geometry(other).save(tmp_path)
+
+
+@pytest.mark.usefixtures("blank_figures")
 def test_examples_are_saved_if_they_are_asked_for(tmp_path: Path) -> None:
     geometry = Geometry(CLOUDS, EXAMPLES)
     geometry.save(tmp_path)
@@ -175,7 +185,7 @@ def test_text_for_terminals_and_notebooks(content: Any) -> None:
     assert max(map(len, lines)) <= 80
     assert "IsoScore" in lines[2]
     html = geometry._repr_html_()
-    assert html.count("<tr>") == 1 + len(geometry.states)
+    assert html.count("<tr") == 1 + len(geometry.states)
     assert "±" in html
     assert "<b>" not in html
     assert "<img" not in html

@@ -168,7 +168,7 @@ def read_earlier(out: Path, model: ModelName, identity: str) -> Measurements | N
     """Return the measures of a model in an output folder, or None if it has none.
 
     Two models are the same if their names (as absolute paths) and revisions are equal, or else if their identities
-    are.
+    are. Points have no identity.
 
     Raises an `OtherModelError` for the measures of another model, and a `UserError` as `read_measurement` does.
     """
@@ -177,7 +177,7 @@ def read_earlier(out: Path, model: ModelName, identity: str) -> Measurements | N
     earlier = read_measurement(out / JSON_FILE)
     earlier_model = ModelName(earlier.model["name"], earlier.model["revision"])
     first, other = ((Path(name).absolute(), revision) for name, revision in (earlier_model, model))
-    if first != other and earlier.identity != identity:
+    if first != other and (earlier.identity != identity or not identity):
         raise OtherModelError(out, earlier_model, model)
     return earlier
 

@@ -192,7 +192,7 @@ def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:
     Other states than the layers of a transformer are numbered from 1.
     """
     if taps[0] != "embeddings":
-        return {float(index): str(index + 1) for index in evenly_spaced(range(len(taps)), _MAX_TICKS)}
+        return {float(index): str(index + 1) for index in range(0, len(taps), math.ceil(len(taps) / _MAX_TICKS))}
     end = len(taps) - 1 if taps[-1] == FINAL_NORM else len(taps)
     step = math.ceil((end - 1) / _MAX_TICKS) or 1
     # The label of the final normalization needs the space of a step.

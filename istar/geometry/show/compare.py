@@ -57,6 +57,12 @@ class MeasuredModel:
         return self.layers[self.last_layer]
 
     @property
+    def num_points(self) -> int:
+        """Number of points of the last layer, or of all clouds together."""
+        states = [self.last_layer_measures] if self.is_ordered else self.layers.values()
+        return int(sum(measures["points"] for measures in states))
+
+    @property
     def has_errors(self) -> bool:
         """Whether the measures have standard errors from groups of documents."""
         return any(
@@ -89,11 +95,8 @@ class MeasuredModel:
 def describe_points(measured: Measurements) -> list[str]:
     """Return sentences on which rows count: special places, and the groups of rows that standard errors leave out."""
     texts, words, sentences = TEXTS["reading"], TEXTS["words"][measured.kind], []
-    if measured.kind == "tokens":
-        special = {"include": "Special tokens count.", "exclude": "Special tokens do not count."}
-        return [special[measured.settings["special_tokens"]]] if "special_tokens" in measured.settings else []
     if choice := measured.settings.get("special_tokens"):
-        sentences.append(texts[f"places_{choice}"])
+        sentences.append(texts[f"{measured.kind}_{choice}"])
     if measured.groups:
         points = {state: measures["points"] for state, measures in measured.all_texts.items()}
         is_single = all(points[state] == number for state, number in measured.groups.items())

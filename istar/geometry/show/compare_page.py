@@ -184,14 +184,11 @@ def describe_other_training_settings(trainings: Sequence[MeasuredTraining]) -> l
 def _write(content: PageContent, out: Path, contents: Mapping[str, bytes]) -> Path:
     sheets = {sheet.name: sheet for sheet in _build_sheets(content)}
     over_training = " over training" if content.trainings else ""
-    labels, subject = content.labels, content.words["subject"].capitalize()
+    labels = content.labels
+    noun = content.words["subject"].capitalize() + ("" if len(labels) == 1 else "s")
     page = Page(
         title=f"Geometry of {join_names(labels)}{over_training}",
-        subject_line=(
-            subject if len(labels) == 1 else f"{subject}s",
-            ", ".join(labels),
-            f"by istar {version('istar')}",
-        ),
+        subject_line=(noun, ", ".join(labels), f"by istar {version('istar')}"),
         generator=content.kind.generator,
         summary=_count(content),
         sections=_make_sections(content, sheets, out),
@@ -206,7 +203,7 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
         numbers["checkpoints"] = sum(len(training.steps) for training in content.trainings)
     numbers_of_models = [
         {
-            model.words["units"]: int(sum(model.layers[state]["points"] for state in _list_counted_states(model))),
+            model.words["units"]: model.num_points,
             "texts": len(model.measurements.settings.get("texts", {})),
             model.words["states"]: len(model.layers) - (model.measurements.kind == "tokens"),
             "dimensions": model.measurements.width,
@@ -220,11 +217,6 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
     if not content.is_of_texts:
         numbers = {name: value for name, value in numbers.items() if value}
     return [(f"{number:,}", noun.removesuffix("s") if number == 1 else noun) for noun, number in numbers.items()]
-
-
-def _list_counted_states(model: MeasuredModel) -> list[str]:
-    """Return the states whose points a key figure adds up: all clouds, or the last layer of a model."""
-    return [model.last_layer] if model.is_ordered else list(model.layers)
 
 
 def _build_sheets(content: PageContent) -> list[Sheet]:
@@ -303,11 +295,9 @@ def _explain_page(content: PageContent) -> list[str]:
         settings = content.models[0].measurements.settings
         documents, tokens = settings["documents"], settings["special_tokens"]
         paragraphs.append(f"{texts[f'documents_{documents}']} {texts[f'tokens_{tokens}']}")
-    elif content.models:
-        paragraphs.append(" ".join(compare.describe_points(content.models[0].measurements)))
     axis_note = texts.get(content.axis.name.replace(" ", "_"), texts["step"])
     isotropy = texts["isotropy"].format_map(content.words)
-    return [*filter(None, paragraphs), axis_note, isotropy, _explain_intervals(content)]
+    return [*paragraphs, axis_note, isotropy, _explain_intervals(content)]
 
 
 def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:

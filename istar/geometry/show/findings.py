@@ -227,7 +227,7 @@ def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:
     values = [value for value in value_by_layer.values() if math.isfinite(value)]
     if not values:
         return ""
-    low, high = (f"{value:,.{decimals}f}" for value in (min(values), max(values)))
+    low, high = (f"{round(value, decimals) + 0.0:,.{decimals}f}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 

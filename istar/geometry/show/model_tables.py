@@ -103,14 +103,14 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         ]
         for group, (model, taps) in groups.items()
     }
-    notes: tuple[str, ...] = ()
+    words, measured = models[0].words, models[0].measurements
+    notes = () if measured.kind == "tokens" else tuple(compare.describe_points(measured))
     if len(models) == 1 and sum(map(len, rows_by_group.values())) > _MAX_ROWS and len(groups) > 1:
         combined = models[0].measurements.combined_key
         rows_by_group = {combined: rows_by_group[combined]}
         notes = ("All texts together; the files have each text.",)
     if len(groups) == 1:
         rows_by_group = {"": next(iter(rows_by_group.values()))}
-    words = models[0].words
     return Sheet(
         "layers",
         *_get_texts("layers", words),
