@@ -61,7 +61,8 @@ def run(options: argparse.Namespace) -> None:
             _print_models(options, models, sources, settings, rank, checks)
         elif rank == 0 and "WORLD_SIZE" not in os.environ:
             _print_trajectory(options, models, sources, settings)
-            _check(load(options.out), checks)
+            if checks:
+                _check(load(options.out), checks)
         else:
             raise UserError("--revisions and --checkpoints are measured by one process; call them without torchrun")
 

@@ -41,8 +41,9 @@ class Labels:
 
     @property
     def digest(self) -> str:
-        """Hash of the ids; empty without ids."""
-        return hashlib.blake2b("\0".join(self.ids).encode()).hexdigest()[:16] if self.ids else ""
+        """Hash of the ids and groups, which are equal for sources whose differences are paired; empty without ids."""
+        groups = [] if self.groups is None else self.groups.tolist()
+        return hashlib.blake2b(repr((self.ids, groups)).encode()).hexdigest()[:16] if self.ids else ""
 
     def check_length(self, noun: str, num_items: int, is_limited: bool = False) -> None:
         """Raise a `UserError` unless there are a group and an id for each of the items that a source has."""
