@@ -275,18 +275,38 @@ def test_a_mask_does_not_apply_to_states_with_one_place_an_example() -> None:
 @pytest.mark.filterwarnings("ignore")  # those of the compiler
 @pytest.mark.parametrize("part", ["whole", "inner"])
 def test_a_compiled_model_that_was_called_is_read_uncompiled(part: str) -> None:
-    model, batch = build(CASES["ESM"].make).eval(), proteins()
+    model, batch, graphs = build(CASES["ESM"].make).eval(), proteins(), []
     expected = record(model, batch, "encoder.layer", "encoder.emb_layer_norm_after")
-    compiled = torch.compile(model, backend="eager") if part == "whole" else model
+
+    def count_graph(graph: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count_graph) if part == "whole" else model
     if part == "inner":
-        model.encoder.compile(backend="eager")
-    with torch.no_grad():
+        model.encoder.compile(backend=count_graph)
+    with torch.inference_mode():
         compiled(**batch)
-    for options in ({}, {"modules": ["encoder.layer.*"]}):
+    num_graphs = len(graphs)
+    assert num_graphs > 0
+    for options, wanted in (({}, [*expected.values()]), ({"modules": ["encoder.layer.*"]}, [*expected.values()][1:-1])):
         values = [places.values for places in read(compiled, batch, **options).values()]
-        wanted = list(expected.values()) if not options else list(expected.values())[1:-1]
         assert len(values) == len(wanted)
         assert all(torch.equal(*pair) for pair in zip(values, wanted, strict=True))
+    assert len(graphs) == num_graphs
+
+
+def test_a_pass_has_no_gradients_autocast_or_cache() -> None:
+    torch.manual_seed(0)
+    model = hf.GPT2Model(hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50))
+    batch = {"input_ids": torch.randint(3, 50, (2, 5))}
+    with torch.no_grad():
+        expected = model.eval()(**batch, output_hidden_states=True).hidden_states
+    with torch.autocast("cpu", dtype=torch.bfloat16), BatchReader(model, batch) as reader:
+        output, states = reader.run(batch)
+    assert output.past_key_values is None
+    assert all(torch.equal(*pair) for pair in zip([*states.values()][:2], expected, strict=False))
+    assert not any(state.requires_grad for state in states.values())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -306,6 +326,43 @@ def test_a_model_with_lora_is_read_and_one_with_virtual_tokens_is_refused() -> N
     model = peft.get_peft_model(hf.BertForSequenceClassification(config), prompts)
     with pytest.raises(UserError, match=r"the mask has shape \(3, 7\), and embeddings has 9 places for 3 examples"):
         read(model, batch)
+
+
+class Words(nn.Module):
+    """A module that takes nothing but points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Identity()
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.block(points)
+
+
+def test_what_a_batch_says_of_its_places_is_not_for_the_model() -> None:
+    points, valid, special = torch.randn(2, 3, 4), torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.eye(3)[:2]
+    batch = {"points": points, "valid": valid, "special_tokens_mask": special}
+    options: dict[str, Any] = {"modules": ["block"], "mask": "valid"}
+    for special_tokens, expected in (("include", valid), ("exclude", valid * (1 - special))):
+        [places] = read(Words(), batch, special_tokens=special_tokens, **options).values()
+        assert torch.equal(places.values, points)
+        assert torch.equal(places.mask, expected.bool())
+    with pytest.raises(UserError, match=r"special_tokens_mask has shape \(2, 2\); expected \(2, 3\) as the mask"):
+        read(Words(), {**batch, "special_tokens_mask": special[:, :2]}, special_tokens="exclude", **options)
+
+
+def test_constant_places_are_left_out_of_states_with_the_same_places_only() -> None:
+    batch = images()
+    with BatchReader(build(CASES["ViT"].make), batch, special_tokens="exclude") as reader:
+        states = {
+            "embeddings": torch.randn(3, 17, 4),
+            "layer_1": torch.randn(3, 8, 4),
+            "layer_2": torch.randn(3, 17, 4),
+        }
+        places, _ = reader.arrange(states, batch)
+    masks = [state.mask for state in places.values()]
+    assert masks[1] is None
+    assert all(torch.equal(mask, (torch.arange(17) > 0).expand(3, 17)) for mask in masks[::2])
 
 
 # Refusals ---------------------------------------------------------------------------------------------------------
