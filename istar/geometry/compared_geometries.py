@@ -140,6 +140,11 @@ def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: b
     """
     if len(geometries) < 2:
         raise UserError(f"{len(geometries)} geometries cannot be compared; expected two or more, by label")
+    for label, value in geometries.items():
+        if not isinstance(value, Geometry | str | Path):
+            raise UserError(
+                f"{label} is a {type(value).__name__}; expected a Geometry, as istar.measure returns, or its folder"
+            )
     loaded = {label: value if isinstance(value, Geometry) else load(value) for label, value in geometries.items()}
     models = tuple(MeasuredModel(label, geometry.measurements) for label, geometry in loaded.items())
     for model in models[1:]:

@@ -117,6 +117,11 @@ class Geometry:
             array.setflags(write=False)
         return MappingProxyType(arrays)
 
+    @property
+    def gaps(self) -> pd.DataFrame:
+        """Distance and cosine of the means of each two clouds, and with `pairs=True` their alignment, a row a pair."""
+        return pd.DataFrame(self.measurements.gaps)
+
     def __getitem__(self, measure: str) -> pd.Series:
         """Return the values of a measure by state. An unknown name is a KeyError that suggests a similar one."""
         if measure not in self._table:

@@ -16,6 +16,7 @@ from istar.geometry.collect.labels import make_labels
 from istar.geometry.collect.layers import MeasureSet
 from istar.geometry.collect.pass_settings import MeasureSettings, PassOptions, SpecialTokens, SumSettings
 from istar.geometry.geometry import Geometry
+from istar.vectors.vector_files import is_vector_file
 
 if TYPE_CHECKING:
     from istar.geometry.collect.labels import ItemLabels
@@ -47,8 +48,8 @@ def measure(
     /,
     *,
     key: str | Sequence[str] | None = None,
-    groups: ItemLabels | None = None,
-    ids: ItemLabels | None = None,
+    groups: ItemLabels | Mapping[str, ItemLabels] | None = None,
+    ids: ItemLabels | Mapping[str, ItemLabels] | None = None,
     pairs: bool = False,
     tokenizer: Any = None,
     modules: Sequence[str | nn.Module] | None = None,
@@ -93,8 +94,9 @@ def measure(
             `"vectors.parquet:embedding"` is the same.
         groups: a group for each row of points or each example of batches, such as its document, speaker or user.
             Standard errors leave out tenths of the groups. By default each is its own group: independent of the others.
-        ids: a name for each row or example, by which `istar.compare` pairs two geometries. Texts are paired if they are
-            equal.
+            Several clouds have one list for all, or a dictionary of lists.
+        ids: a name for each row or example, by which `istar.compare` pairs two geometries; as `groups`. Texts are
+            paired if they are equal.
         pairs: row i of all clouds belongs together, such as a query and its answer; adds their alignment.
         tokenizer: of a transformers model in memory with texts. Without it, inputs are batches.
         modules: names, patterns in which `*` stands for one part of a name (`blocks.*`), or modules. Their output, its
@@ -135,7 +137,7 @@ def measure(
     """
     subject: Any = source
     what, subject_inputs = _find_subject(subject, inputs, tokenizer)
-    given = {
+    given: dict[str, Any] = {
         "key": key, "groups": groups, "ids": ids, "pairs": pairs or None, "tokenizer": tokenizer, "modules": modules,
         "mask": mask, "channels": channels, "special_tokens": special_tokens, "length": length or None,
         "batch_tokens": batch_tokens, "documents": None if documents == "separate" else documents, "dtype": dtype,
@@ -145,13 +147,20 @@ def measure(
     check_one_of("measures", measures, get_args(MeasureSet))
     settings = SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed)
     console = make_console(stderr=True) if progress else None
-    options = PassOptions(settings, make_labels(NUM_GROUPS, groups, ids), limit, NUM_EXAMPLES, console)
     if what == "points":
         from istar.geometry.collect.measure_clouds import measure_clouds
         from istar.vectors.clouds import open_clouds
 
+        clouds = open_clouds(subject, key)
+        cloud_labels = {
+            cloud.name: make_labels(NUM_GROUPS, *(_select(name, given[name], cloud.name) for name in ("groups", "ids")))
+            for cloud in clouds
+        }
         name = str(source) if isinstance(source, str | Path) else "points"
-        return Geometry(*measure_clouds(open_clouds(subject, key), options, name, pairs=pairs, device=device))
+        options = PassOptions(settings, cloud_labels[clouds[0].name], limit, NUM_EXAMPLES, console)
+        return Geometry(*measure_clouds(clouds, options, cloud_labels, name, pairs=pairs, device=device))
+    labels = make_labels(NUM_GROUPS, given["groups"], given["ids"])
+    options = PassOptions(settings, labels, limit, NUM_EXAMPLES, console)
     if what == "texts":
         text_settings = MeasureSettings(
             length, **vars(settings), batch_tokens=batch_tokens, limit=limit, documents=documents,
@@ -162,6 +171,15 @@ def measure(
         return Geometry(*_measure_sentences(subject, subject_inputs, options, special_tokens or "exclude"))
     reading = {"modules": modules, "mask": mask, "channels": channels, "special_tokens": special_tokens or "include"}
     return Geometry(*_measure_batches(subject, subject_inputs, options, reading))
+
+
+def _select(name: str, labels: Any, cloud: str) -> Any:
+    """Return the groups or ids of a cloud, from those of all clouds alike or of each by name."""
+    if not isinstance(labels, Mapping):
+        return labels
+    if cloud not in labels:
+        raise UserError(f"{name} lacks {cloud}; expected a key for each cloud, or one list for all")
+    return labels[cloud]
 
 
 def _check_options(what: str, given: Sequence[str]) -> None:
@@ -176,6 +194,11 @@ def _find_subject(source: Any, inputs: Any, tokenizer: Any) -> tuple[str, Any]:
     """Return what is measured, a key of `_OPTIONS`, and the inputs, of which the first has been looked at."""
     is_model = isinstance(source, nn.Module)
     if inputs is None and not is_model:
+        if isinstance(source, str) and not is_vector_file(source):
+            raise UserError(
+                f"{source} is not a file of vectors, such as .npy or .parquet; a model needs texts: "
+                f"istar.measure({source!r}, texts)"
+            )
         return "points", None
     if inputs is None:
         raise UserError(
@@ -187,8 +210,15 @@ def _find_subject(source: Any, inputs: Any, tokenizer: Any) -> tuple[str, Any]:
             f"a {type(source).__name__} is neither a model nor the name of one; expected istar.measure(points), or a "
             "model and its inputs"
         )
-    if isinstance(inputs, str | Path | Mapping) or not is_model or tokenizer is not None:
+    is_text_source = isinstance(inputs, str | Path | Mapping)
+    if is_text_source and _is_sentence_transformer(source):
+        raise UserError(f"a SentenceTransformer with a {type(inputs).__name__}; expected a list of sentences")
+    if is_text_source or not is_model or tokenizer is not None:
         return "texts", inputs
+    if isinstance(inputs, Tensor) or not isinstance(inputs, Iterable):
+        raise UserError(
+            f"inputs are a {type(inputs).__name__}; expected batches, as in [inputs], inputs.split(64) or a data loader"
+        )
     batches = iter(inputs)
     first = next(batches, None)
     if first is None:

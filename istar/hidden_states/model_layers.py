@@ -209,8 +209,9 @@ def select_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> list[
         pattern = re.compile(re.escape(item).replace(r"\*", "[^.]*"))
         found = [module for name, module in named_modules.items() if name and pattern.fullmatch(name)]
         if not found:
+            known = [*dict.fromkeys(re.sub(r"(?<=\.)\d+", "*", name) for name in named_modules), *named_modules]
             raise UserError(
-                f"no module of {type(model).__name__} is named {item}{did_you_mean(item, named_modules)}; expected a "
+                f"no module of {type(model).__name__} is named {item}{did_you_mean(item, known)}; expected a "
                 'name of model.named_modules(), or a pattern such as "blocks.*"'
             )
         modules += found

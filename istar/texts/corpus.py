@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.files.folders import split_label
 from istar.models.hub import load_dataset_split, open_dataset_stream
 from istar.models.special_tokens import find_separator_id, special_tokens
@@ -98,11 +98,18 @@ def open_texts(texts: str | Path | Iterable[str] | Mapping[str, str | Path | Ite
     sources = []
     for name, text in texts.items() if isinstance(texts, Mapping) else [("", texts)]:
         if isinstance(text, str | Path):
+            if not os.path.exists(text) and not _HUB_TEXT.fullmatch(str(text)):  # noqa: PTH110
+                raise UserError(
+                    f"{shorten(text, 60)!r} is no file, folder or data set of the hub; expected one of these, or an "
+                    "iterable of strings, such as [text]"
+                )
             sources += parse_sources([f"{name}={text}" if name else str(text)])
             continue
         documents = tuple(text)
         if wrong := next((document for document in documents if not isinstance(document, str)), None):
-            raise UserError(f"{name or 'texts'}: a text is a {type(wrong).__name__}; expected an iterable of strings")
+            raise UserError(
+                f"{name or 'texts'}: a text is a {type(wrong).__name__}; expected strings; batches need no tokenizer"
+            )
         sources.append(Source(name or "texts", Path(name or "texts"), documents=documents))
     return sources
 

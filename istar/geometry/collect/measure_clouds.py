@@ -12,6 +12,7 @@ from torch import Tensor
 
 from istar.drawing.terminal import make_progress
 from istar.errors import NonFiniteError, UserError
+from istar.geometry.collect.labels import Labels
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
 from istar.geometry.collect.pass_settings import PassOptions
 from istar.geometry.collect.rows import Rows
@@ -35,7 +36,8 @@ class CloudPass:
     """A pass over clouds, one after the other.
 
     Args:
-        options: settings and labels; only rows with ids are kept as examples.
+        options: settings; only rows with ids are kept as examples.
+        labels: groups and ids of the rows by the name of the cloud.
         device: device of the sums; None for the one where the points are.
 
     Attributes:
@@ -43,10 +45,9 @@ class CloudPass:
         dtypes: dtypes of the points.
     """
 
-    def __init__(self, options: PassOptions, device: str | None = None) -> None:
-        self._settings, self._labels, self._limit = options.settings, options.labels, options.limit
-        self._console, self._device = options.console, device
-        self._num_examples = options.num_examples if options.labels.ids else 0
+    def __init__(self, options: PassOptions, labels: Mapping[str, Labels], device: str | None = None) -> None:
+        self._settings, self._labels, self._limit = options.settings, labels, options.limit
+        self._console, self._device, self._num_examples = options.console, device, options.num_examples
         self.devices: set[torch.device] = set()
         self.dtypes: set[torch.dtype] = set()
 
@@ -69,7 +70,7 @@ class CloudPass:
                 progress.update(task, advance=len(points))
         if sums is None or num_rows < 4:
             raise UserError(f"{cloud.name} has {num_rows} rows; expected at least 4")
-        self._labels.check_length(f"rows of {cloud.name}", num_rows, self._limit is not None)
+        self._labels[cloud.name].check_length(f"rows of {cloud.name}", num_rows, self._limit is not None)
         return sums
 
     def _read_blocks(self, cloud: Cloud) -> Iterator[Tensor]:
@@ -90,42 +91,52 @@ class CloudPass:
         is_whole = cloud.num_points is not None and cloud.num_points <= MAX_WHOLE_ROWS
         size = self._settings.sample
         return SourceSums(
-            replace(self._settings, groups=self._labels.num_groups),
+            replace(self._settings, groups=self._labels[cloud.name].num_groups),
             {cloud.name: origin},
             has_positions=False,
             sample_size=MAX_WHOLE_ROWS if is_whole and size and self._settings.measures == "all" else size,
-            num_examples=self._num_examples,
+            num_examples=self._num_examples if self._labels[cloud.name].ids else 0,
         )
 
     def _add(self, sums: SourceSums, name: str, points: Tensor, first_row: int, cloud_index: int) -> None:
         numbers = torch.arange(first_row, first_row + len(points))
-        groups = self._labels.find_groups(numbers) if self._labels.groups is not None else self._spread(numbers)
-        rows = Rows.of(groups, positions=numbers, examples=numbers if self._num_examples else None)
+        labels = self._labels[name]
+        groups = _spread(numbers, labels.num_groups) if labels.groups is None else labels.find_groups(numbers)
+        rows = Rows.of(groups, positions=numbers, examples=numbers if labels.ids else None)
         key = (cloud_index << 32) + first_row // BLOCK_ROWS
         sums.update({name: points[rows.order.to(points.device)]}, rows, [key], [len(points)])
 
-    def _spread(self, numbers: Tensor) -> Tensor:
-        """Return groups of independent rows: consecutive rows are in all groups, in an order that changes.
 
-        A fixed order would make the groups differ in a file that is sorted in a period.
-        """
-        num_groups = max(self._labels.num_groups, 1)
-        shifts = numbers // num_groups * 2_654_435_761 // 2**16  # a multiplicative hash
-        return (numbers + shifts) % num_groups
+def _spread(numbers: Tensor, num_groups: int) -> Tensor:
+    """Return groups of independent rows: consecutive rows are in all groups, in an order that changes.
+
+    A fixed order would make the groups differ in a file that is sorted in a period.
+    """
+    num_groups = max(num_groups, 1)
+    shifts = numbers // num_groups * 2_654_435_761 // 2**16  # a multiplicative hash
+    return (numbers + shifts) % num_groups
 
 
 def measure_clouds(
-    clouds: Sequence[Cloud], options: PassOptions, source: str, *, pairs: bool = False, device: str | None = None
+    clouds: Sequence[Cloud],
+    options: PassOptions,
+    labels: Mapping[str, Labels],
+    source: str,
+    *,
+    pairs: bool = False,
+    device: str | None = None,
 ) -> Collected:
     """Measure each cloud in one pass over its rows; see `CloudPass`.
 
-    `source` says where the clouds are from. With `pairs`, row i of all clouds belongs together, and their alignment is
-    measured, too.
+    `source` says where the clouds are from, and `labels` are by the name of the cloud. With `pairs`, row i of all clouds
+    belongs together, and their alignment is measured, too.
 
     Raises a `UserError` if rows and labels do not fit together, or a `NonFiniteError` for rows that are not finite.
     """
     start = time.monotonic()
-    labels, cloud_pass = options.labels, CloudPass(options, device)
+    if pairs and len(clouds) < 2:
+        raise UserError("pairs are rows of two clouds; expected a dictionary of clouds with as many rows")
+    cloud_pass, all_labels = CloudPass(options, labels, device), list(labels.values())
     summaries: dict[str, dict[str, Any]] = {}
     means: dict[str, Tensor] = {}
     for index, cloud in enumerate(clouds):
@@ -149,16 +160,16 @@ def measure_clouds(
         identity="",
         settings={
             **asdict(options.settings),
-            "groups": labels.num_groups,
+            "groups": min(cloud_labels.num_groups for cloud_labels in all_labels),
             "limit": options.limit,
             "source": source,
             "texts": {},
         },
         matrices={},
         final_norm=None,
-        text_hashes={POINTS: labels.digest} if labels.ids else {},
+        text_hashes={name: cloud_labels.digest for name, cloud_labels in labels.items() if cloud_labels.ids},
         groups={
-            name: labels.num_independent or int(summary["sources"][name]["points"])
+            name: labels[name].num_independent or int(summary["sources"][name]["points"])
             for name, summary in summaries.items()
         },
         gaps=measure_gaps(clouds, means, pairs),
@@ -166,10 +177,10 @@ def measure_clouds(
         kind="points",
         **by_source,
     )
-    if not labels.ids:
+    if not all_labels[0].ids or len({cloud_labels.digest for cloud_labels in all_labels}) > 1:
         return Collected(measurements)
     examples = {name: summary["examples"][name] for name, summary in summaries.items()}
-    return Collected(measurements, join_examples({POINTS: examples}, labels))
+    return Collected(measurements, join_examples({POINTS: examples}, all_labels[0]))
 
 
 def measure_gaps(clouds: Sequence[Cloud], means: Mapping[str, Tensor], pairs: bool) -> list[dict[str, Any]]:

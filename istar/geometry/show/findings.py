@@ -220,7 +220,8 @@ def _describe_largest_gap(measured: Measurements) -> list[str]:
     subject = f"The means of the clouds {gap['first']} and {gap['second']}"
     farthest = ", the farthest apart," if len(measured.gaps) > 1 else ""
     cosine = "" if math.isnan(gap["cosine"]) else f" and a cosine of {gap['cosine']:.2f}"
-    return [f"{subject}{farthest} have a distance of {gap['distance']:.3g}{cosine}."]
+    alignment = f" The alignment of their rows is {gap['alignment']:.3g}." if "alignment" in gap else ""
+    return [f"{subject}{farthest} have a distance of {gap['distance']:.3g}{cosine}.{alignment}"]
 
 
 def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:

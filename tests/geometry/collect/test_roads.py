@@ -141,7 +141,7 @@ def test_clouds_of_several_widths_and_the_gap_between_their_means() -> None:
     geometry = istar.measure({"a": first, "b": torch.tensor(second.copy()), "c": make_cloud(200, 5)}, pairs=False)
     assert geometry.states == ("a", "b", "c")
     assert geometry["isoscore"]["b"] == pytest.approx(compute_isoscore(second), rel=1e-9)
-    [gap] = geometry.measurements.gaps
+    [gap] = geometry.gaps.to_dict("records")
     means = first.mean(0), second.mean(0)
     assert gap["distance"] == pytest.approx(np.linalg.norm(means[0] - means[1]), rel=1e-9)
     assert gap["cosine"] == pytest.approx(means[0] @ means[1] / np.prod([np.linalg.norm(mean) for mean in means]))
@@ -150,6 +150,15 @@ def test_clouds_of_several_widths_and_the_gap_between_their_means() -> None:
     assert paired["alignment"] == pytest.approx(np.square(units[0] - units[1]).sum(1).mean(), rel=1e-9)
     with pytest.raises(UserError, match=r"^a and c have different shapes; pairs need"):
         istar.measure({"a": first, "c": make_cloud(200, 5)}, pairs=True)
+
+
+def test_clouds_of_different_sizes_have_their_own_groups() -> None:
+    clouds = {"a": make_cloud(300), "b": make_cloud(200)}
+    users = {name: [row // 10 for row in range(len(points))] for name, points in clouds.items()}
+    together = istar.measure(clouds, groups=users).table
+    for name, points in clouds.items():
+        alone = istar.measure({name: points}, groups=users[name]).table
+        pd.testing.assert_frame_equal(together.loc[[name]], alone)
 
 
 def test_errors_leave_out_tenths_of_the_groups() -> None:
@@ -191,7 +200,12 @@ def test_equal_ids_pair_two_clouds() -> None:
         (nn.Linear(2, 2), None, {}, "a model needs texts or batches: istar.measure"),
         (nn.Linear(2, 2), [], {}, "the batches are empty or read already; expected at least one"),
         (nn.Linear(2, 2), ["a text"], {}, "texts need a tokenizer: istar.measure"),
-        ("bert-base", None, {}, "bert-base is not a file of vectors; expected one of"),
+        ("bert-base", None, {}, "bert-base is not a file of vectors, such as .npy or .parquet; a model needs texts"),
+        (make_cloud(), None, {"pairs": True}, "pairs are rows of two clouds; expected a dictionary of clouds"),
+        ({"a": make_cloud()}, None, {"ids": {"b": [1]}}, "ids lacks a; expected a key for each cloud, or one list"),
+        (nn.Linear(2, 2), torch.ones(4, 2), {"modules": ["*"]}, "inputs are a Tensor; expected batches, as in [inputs]"),
+        (nn.Linear(2, 2), "one text", {"tokenizer": 1}, "'one text' is no file, folder or data set of the hub; expected"),
+        (nn.Linear(2, 2), [torch.ones(2, 2)], {"tokenizer": 1}, "texts: a text is a Tensor; expected strings"),
         (3, ["a text"], {}, "a int is neither a model nor the name of one"),
     ],
 )  # fmt: skip
