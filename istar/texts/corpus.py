@@ -106,10 +106,10 @@ def open_texts(texts: str | Path | Iterable[str] | Mapping[str, str | Path | Ite
             sources += parse_sources([f"{name}={text}" if name else str(text)])
             continue
         documents = tuple(text)
-        if wrong := next((document for document in documents if not isinstance(document, str)), None):
-            raise UserError(
-                f"{name or 'texts'}: a text is a {type(wrong).__name__}; expected strings; batches need no tokenizer"
-            )
+        for document in documents:
+            if not isinstance(document, str):
+                kind = type(document).__name__
+                raise UserError(f"{name or 'texts'}: a text is a {kind}; expected strings, and for batches no tokenizer")
         sources.append(Source(name or "texts", Path(name or "texts"), documents=documents))
     return sources
 
