@@ -68,7 +68,7 @@ ALLOWED = {
     "reports": {"drawing", "errors", "files", "measures", "runs", "statistics"},
     "finetune": {"drawing", "errors", "files", "hidden_states", "measures", "models", "regularizers", "runs", "texts"},
     "cli": {"drawing", "embeddings", "errors", "files", "finetune", "geometry", "measures", "models", "reports",
-            "runs", "statistics", "texts"},
+            "runs", "statistics", "texts", "vectors"},
 }  # fmt: skip
 LIBRARIES = {
     "measures": {"torch"},

@@ -12,18 +12,23 @@ from torch import Tensor, nn
 
 from istar.drawing.terminal import make_console
 from istar.errors import UserError, check_one_of, did_you_mean
-from istar.geometry.collect.labels import make_labels
+from istar.geometry.collect.batch_reader import BatchReader
+from istar.geometry.collect.item_labels import ItemLabels, make_labels
 from istar.geometry.collect.layers import MeasureSet
+from istar.geometry.collect.measure_batches import measure_batches
+from istar.geometry.collect.measure_clouds import measure_clouds
 from istar.geometry.collect.pass_settings import MeasureSettings, PassOptions, SpecialTokens, SumSettings
+from istar.geometry.collect.sentence_reader import SentenceReader, sort_sentences
+from istar.geometry.collect.state_rows import Channels
+from istar.geometry.collect.summaries import Collected
 from istar.geometry.geometry import Geometry
+from istar.hidden_states.model_layers import eval_mode, uncompiled
+from istar.models.saved_checkpoints import parse_models
+from istar.vectors.clouds import PointSource, open_clouds
 from istar.vectors.vector_files import is_vector_file
 
 if TYPE_CHECKING:
-    from istar.geometry.collect.labels import ItemLabels
-    from istar.geometry.collect.state_rows import Channels
-    from istar.geometry.collect.summaries import Collected
     from istar.texts.corpus import Documents
-    from istar.vectors.clouds import PointSource
 
     Batch = Tensor | Sequence[Any] | Mapping[str, Any]
     Texts = Iterable[str] | Mapping[str, Iterable[str]] | str | Path
@@ -148,9 +153,6 @@ def measure(
     settings = SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed)
     console = make_console(stderr=True) if progress else None
     if what == "points":
-        from istar.geometry.collect.measure_clouds import measure_clouds
-        from istar.vectors.clouds import open_clouds
-
         clouds = open_clouds(subject, key)
         cloud_labels = {
             cloud.name: make_labels(NUM_GROUPS, *(_select(name, given[name], cloud.name) for name in ("groups", "ids")))
@@ -239,9 +241,6 @@ def _is_sentence_transformer(model: object) -> bool:
 def _measure_batches(
     model: nn.Module, batches: Iterator[Any], options: PassOptions, reading: Mapping[str, Any]
 ) -> Collected:
-    from istar.geometry.collect.batch_reader import BatchReader
-    from istar.geometry.collect.measure_batches import measure_batches
-
     first = next(batches)
     with BatchReader(model, first, **reading) as reader:
         numbered = ((batch, None) for batch in itertools.chain([first], batches))
@@ -251,9 +250,6 @@ def _measure_batches(
 def _measure_sentences(
     model: Any, sentences: Iterator[str], options: PassOptions, special_tokens: SpecialTokens
 ) -> Collected:
-    from istar.geometry.collect.measure_batches import measure_batches
-    from istar.geometry.collect.sentence_reader import SentenceReader, sort_sentences
-
     batches = sort_sentences(sentences)
     first = next(batches)
     with SentenceReader(model, first[0], special_tokens=special_tokens) as reader:
@@ -270,8 +266,6 @@ def _measure_texts(
     device: str | None,
 ) -> Collected:
     from istar.geometry.collect import measure as text_road
-    from istar.hidden_states.model_layers import eval_mode, uncompiled
-    from istar.models.saved_checkpoints import parse_models
     from istar.texts.corpus import open_texts
 
     sources = open_texts(texts)

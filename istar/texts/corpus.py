@@ -109,7 +109,7 @@ def open_texts(texts: str | Path | Iterable[str] | Mapping[str, str | Path | Ite
         for document in documents:
             if not isinstance(document, str):
                 kind = type(document).__name__
-                raise UserError(f"{name or 'texts'}: a text is a {kind}; expected strings, and for batches no tokenizer")
+                raise UserError(f"{name or 'texts'}: a text is a {kind}; expected strings; batches need no tokenizer")
         sources.append(Source(name or "texts", Path(name or "texts"), documents=documents))
     return sources
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from istar.errors import NonFiniteError, UserError, shorten
 from istar.files.outputs import Output
-from istar.geometry.collect.labels import Labels
+from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm, measure_rows
 from istar.geometry.collect.mean_states import read_examples
 from istar.geometry.collect.measures_file import EXAMPLES_FILE, SOURCE_FIELDS, Measurements, ModelName, read_earlier

@@ -11,22 +11,18 @@ from torch import Tensor, nn
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
 from istar.geometry.collect.batch_reader import Places
-from istar.geometry.collect.labels import Labels
+from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
 from istar.geometry.collect.pass_settings import PassOptions, SpecialTokens, SumSettings
 from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import SourceSums
+from istar.geometry.collect.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures.numerics import accumulation_dtype
 from istar.runs.names import FINAL_NORM
 
 BATCHES = "batches"
 """Name of the source of all batches."""
-UPDATE_ROWS = 8_192
-"""Number of rows of a state that are added to its sums at once, unless a batch has more."""
-UPDATE_BYTES = 2**28
-"""Bytes of the rows of all states that are added at once, unless a batch has more."""
 
 
 class StateReader(Protocol):
@@ -98,7 +94,7 @@ class BatchSums:
             self._sums = self._create_sums(token_ids is not None)
         num_waiting = max(sum(map(len, waiting.points)) for waiting in self._waiting.values())
         num_bytes = sum(part.numel() * 4 for waiting in self._waiting.values() for part in waiting.points)
-        if num_waiting >= UPDATE_ROWS or num_bytes >= UPDATE_BYTES:
+        if num_waiting >= UPDATE_POINTS or num_bytes >= UPDATE_BYTES:
             self._update(self._sums)
         return max(len(rows.indices) for rows in found.values())
 

@@ -12,20 +12,18 @@ from torch import Tensor
 
 from istar.drawing.terminal import make_progress
 from istar.errors import NonFiniteError, UserError
-from istar.geometry.collect.labels import Labels
+from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
 from istar.geometry.collect.pass_settings import PassOptions
 from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import SourceSums
+from istar.geometry.collect.source_sums import UPDATE_POINTS, SourceSums
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures import alignment
 from istar.measures.numerics import accumulation_dtype
 from istar.vectors.clouds import Cloud, check_finite_rows
 
-POINTS = "points"
+CLOUDS = "points"
 """Name of the source of all clouds."""
-BLOCK_ROWS = 8_192
-"""Number of rows that are added to the sums at once. The sample depends on it."""
 ORIGIN_ROWS = 1_024
 """Maximum number of rows, spread over a cloud, whose mean is the origin of its sums."""
 MAX_WHOLE_ROWS = 20_000
@@ -75,7 +73,7 @@ class CloudPass:
 
     def _read_blocks(self, cloud: Cloud) -> Iterator[Tensor]:
         num_rows = 0
-        for block in cloud.read_blocks(BLOCK_ROWS):
+        for block in cloud.read_blocks(UPDATE_POINTS):
             block = block if self._limit is None else block[: self._limit - num_rows]
             self.dtypes.add(block.dtype)
             self.devices.add(block.device if self._device is None else torch.device(self._device))
@@ -103,7 +101,7 @@ class CloudPass:
         labels = self._labels[name]
         groups = _spread(numbers, labels.num_groups) if labels.groups is None else labels.find_groups(numbers)
         rows = Rows.of(groups, positions=numbers, examples=numbers if labels.ids else None)
-        key = (cloud_index << 32) + first_row // BLOCK_ROWS
+        key = (cloud_index << 32) + first_row // UPDATE_POINTS
         sums.update({name: points[rows.order.to(points.device)]}, rows, [key], [len(points)])
 
 
@@ -128,8 +126,8 @@ def measure_clouds(
 ) -> Collected:
     """Measure each cloud in one pass over its rows; see `CloudPass`.
 
-    `source` says where the clouds are from, and `labels` are by the name of the cloud. With `pairs`, row i of all clouds
-    belongs together, and their alignment is measured, too.
+    `source` says where the clouds are from, and `labels` are by the name of the cloud. With `pairs`, row i of each
+    cloud belongs together, and their alignment is measured, too.
 
     Raises a `UserError` if rows and labels do not fit together, or a `NonFiniteError` for rows that are not finite.
     """
@@ -145,7 +143,7 @@ def measure_clouds(
         means[cloud.name] = sums.layers[cloud.name].moments.mean.cpu()
         del sums  # free them before those of the next cloud are allocated
     by_source: dict[str, Any] = {
-        field: {POINTS: {name: summary[field][name] for name, summary in summaries.items() if name in summary[field]}}
+        field: {CLOUDS: {name: summary[field][name] for name, summary in summaries.items() if name in summary[field]}}
         for field in SOURCE_FIELDS
     }
     measurements = Measurements(
@@ -180,7 +178,7 @@ def measure_clouds(
     if not all_labels[0].ids or len({cloud_labels.digest for cloud_labels in all_labels}) > 1:
         return Collected(measurements)
     examples = {name: summary["examples"][name] for name, summary in summaries.items()}
-    return Collected(measurements, join_examples({POINTS: examples}, all_labels[0]))
+    return Collected(measurements, join_examples({CLOUDS: examples}, all_labels[0]))
 
 
 def measure_gaps(clouds: Sequence[Cloud], means: Mapping[str, Tensor], pairs: bool) -> list[dict[str, Any]]:
@@ -210,7 +208,7 @@ def measure_gaps(clouds: Sequence[Cloud], means: Mapping[str, Tensor], pairs: bo
 
 def _measure_alignment(first: Cloud, second: Cloud) -> float:
     total, count = 0.0, 0
-    for block, other_block in zip(first.read_blocks(BLOCK_ROWS), second.read_blocks(BLOCK_ROWS), strict=True):
+    for block, other_block in zip(first.read_blocks(UPDATE_POINTS), second.read_blocks(UPDATE_POINTS), strict=True):
         total += float(alignment(block, other_block.to(block.device))) * len(block)
         count += len(block)
     return total / count

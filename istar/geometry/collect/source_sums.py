@@ -5,13 +5,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from istar.geometry.collect.examples import ExampleSums
+from istar.geometry.collect.example_sums import ExampleSums
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.pass_settings import SumSettings
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.sample import Sample
 from istar.measures import Accumulator, NeighbourMeasures, ScaleDimension
 from istar.measures.numerics import check_finite
+
+UPDATE_POINTS = 8_192
+"""Maximum number of points to add to the sums at once, unless a batch has more. Adding many at once takes less time per
+point, but a model on a CPU is faster with small batches."""
+UPDATE_BYTES = 2**28
+"""Maximum bytes, in float32, of all states of the points that are added at once, unless a batch has more."""
 
 
 class SourceSums(Accumulator):

@@ -18,11 +18,11 @@ from torch import Tensor
 from istar.drawing.terminal import make_console, make_progress
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
-from istar.geometry.collect.labels import Labels
+from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import SourceSums
+from istar.geometry.collect.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
 from istar.measures.numerics import accumulation_dtype, check_finite
 from istar.models.archives import load_archive
 from istar.runs.names import COMBINED
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_SAVES = 300.0
 MIN_TOKENS = 4
 """Minimum number of tokens in a text. The unbiased IsoScore is not defined for fewer points."""
-UPDATE_TOKENS = 8_192
-"""Maximum number of tokens to add to the statistics at once, unless a batch has more. Adding many at once takes less
-time per token, but a model on a CPU is faster with small batches."""
-UPDATE_BYTES = 2**28
-"""Maximum bytes, in float32, of all hidden states of the tokens that are added at once, unless a batch has more."""
 ORIGIN_BLOCKS = 4
 """Number of blocks at the beginning of each source to average for the origin of a layer's sums."""
 SECONDS_TO_WAIT_FOR_FILES = 120.0
@@ -175,7 +170,7 @@ class Stream:
 
         self.taps.advance = advance
         rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
-        max_tokens = min(UPDATE_TOKENS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
+        max_tokens = min(UPDATE_POINTS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
         for batches in _join_batches(rank_batches, max_tokens):
             numbered_blocks = [numbered_block for batch in batches for numbered_block in batch]
             # The source's index makes the samples of different sources independent.

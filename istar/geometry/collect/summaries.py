@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from istar.geometry.collect.labels import Labels
+from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.mean_states import Examples
 from istar.geometry.collect.measures_file import Measurements

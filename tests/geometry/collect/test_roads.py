@@ -203,7 +203,7 @@ def test_equal_ids_pair_two_clouds() -> None:
         ("bert-base", None, {}, "bert-base is not a file of vectors, such as .npy or .parquet; a model needs texts"),
         (make_cloud(), None, {"pairs": True}, "pairs are rows of two clouds; expected a dictionary of clouds"),
         ({"a": make_cloud()}, None, {"ids": {"b": [1]}}, "ids lacks a; expected a key for each cloud, or one list"),
-        (nn.Linear(2, 2), torch.ones(4, 2), {"modules": ["*"]}, "inputs are a Tensor; expected batches, as in [inputs]"),
+        (nn.Linear(2, 2), torch.ones(4, 2), {"modules": ["*"]}, "inputs are a Tensor; expected batches, as in"),
         (nn.Linear(2, 2), "one text", {"tokenizer": 1}, "'one text' is no file, folder or data set of the hub"),
         (nn.Linear(2, 2), [torch.ones(2, 2)], {"tokenizer": 1}, "texts: a text is a Tensor; expected strings"),
         (3, ["a text"], {}, "a int is neither a model nor the name of one"),

@@ -204,7 +204,7 @@ def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.M
 
     first, large = read(16), read(16 * 64)
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 11)
-    monkeypatch.setattr(stream, "UPDATE_TOKENS", 150)
+    monkeypatch.setattr(stream, "UPDATE_POINTS", 150)
     expected_by_tap = first.compute_measures()
     for other in (large, read(64)):
         assert torch.equal(first.samples["embeddings"].random_numbers, other.samples["embeddings"].random_numbers)
@@ -218,7 +218,7 @@ def test_batches_and_windows_do_not_matter(source: Source, monkeypatch: pytest.M
 @pytest.mark.parametrize(("max_tokens", "max_bytes"), [(100, 10**9), (10**9, 100 * 4 * 3 * 24)])
 def test_states_are_limited(max_tokens: int, max_bytes: int, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both limits are 100 tokens: the model has three taps of width 24, whose numbers have four bytes in float32."""
-    monkeypatch.setattr(stream, "UPDATE_TOKENS", max_tokens)
+    monkeypatch.setattr(stream, "UPDATE_POINTS", max_tokens)
     monkeypatch.setattr(stream, "UPDATE_BYTES", max_bytes)
     update, tokens_of_batches = Stream._update_statistics, []
 
@@ -278,7 +278,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     model = bert()
     source.path.write_text("\n".join(source.path.read_text().splitlines()[:12]))
     monkeypatch.setattr(corpus, "WINDOW_SIZE", 7)
-    monkeypatch.setattr(stream, "UPDATE_TOKENS", 64)
+    monkeypatch.setattr(stream, "UPDATE_POINTS", 64)
     monkeypatch.setattr(stream, "SECONDS_BETWEEN_SAVES", 0.0)
     settings, state_path = MeasureSettings(16, batch_tokens=32, sample=30, measures="all", groups=2), tmp_path / "state"
     uninterrupted = Stream(model, TOKENIZER, settings, tmp_path / "other_state", "same")
@@ -390,7 +390,7 @@ def test_nonfinite_states(source: Source, monkeypatch: pytest.MonkeyPatch, docum
         return forward(*args, **kwargs).masked_fill(seen[-1][:, None, None], math.nan)
 
     monkeypatch.setattr(module, "forward", damage)
-    monkeypatch.setattr(stream, "UPDATE_TOKENS", 1)
+    monkeypatch.setattr(stream, "UPDATE_POINTS", 1)
     with pytest.raises(NonFiniteError, match=rf"^the hidden states at {place}\b.* are not finite"):
         reader([source], SourceSums.compute_measures)
     assert [bool(is_damaged.any()) for is_damaged in seen].index(True) == len(seen) - 1

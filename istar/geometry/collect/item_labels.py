@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from istar.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    ItemLabels = Sequence[Hashable] | Tensor | np.ndarray
+ItemLabels: TypeAlias = "Sequence[Hashable] | Tensor | np.ndarray[Any, Any]"
+"""Groups or ids of the rows of a cloud, or of examples, in their order."""
 
 
 @dataclass(frozen=True)
