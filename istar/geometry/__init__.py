@@ -1,1 +1,1 @@
-"""The geometry of whole models over a corpus, for `istar measure`, `istar compare` and `istar correlate`."""
+"""What `istar.measure` and `istar.compare` return: the geometry of points, of models and of trainings."""

@@ -1,1 +1,1 @@
-"""From texts to measures: the pass of a model over a corpus and the accumulators of its layers."""
+"""From texts, batches or points to measures: the passes over a source, and the sums of its states."""

@@ -1,1 +1,1 @@
-"""Pages, figures and tables of the measures of one model or several, or of the checkpoints of a training."""
+"""Pages, figures and tables of the measures of points, of one model or several, or of a training."""
