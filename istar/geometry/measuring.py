@@ -129,8 +129,8 @@ def measure(
         A `Geometry`: a row for each state.
 
     Raises:
-        UserError: one line for points that are not finite (how many, which is first), not floating, fewer than 4 or of
-            width 1; an empty or exhausted iterable; a model whose states are not known, without `modules`; names that
+        UserError: one line for points that are not finite (how many, which is first), not floating, fewer than 4, of
+            width 1 or all equal; an empty or exhausted iterable; a model whose states are not known, without `modules`; names that
             match no module; a module that is not called, or several times; a mask of another shape than a state; an
             option that does not belong to the source.
 

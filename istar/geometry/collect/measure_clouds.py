@@ -68,6 +68,8 @@ class CloudPass:
                 progress.update(task, advance=len(points))
         if sums is None or num_rows < 4:
             raise UserError(f"{cloud.name} has {num_rows} rows; expected at least 4")
+        if sums.layers[cloud.name].is_constant:
+            raise UserError(f"{cloud.name}: all {num_rows} rows are equal; expected points that differ")
         self._labels[cloud.name].check_length(f"rows of {cloud.name}", num_rows, self._limit is not None)
         return sums
 
@@ -129,7 +131,8 @@ def measure_clouds(
     `source` says where the clouds are from, and `labels` are by the name of the cloud. With `pairs`, row i of each
     cloud belongs together, and their alignment is measured, too.
 
-    Raises a `UserError` if rows and labels do not fit together, or a `NonFiniteError` for rows that are not finite.
+    Raises a `UserError` if all rows are equal, or rows and labels do not fit together, and a `NonFiniteError` for rows
+    that are not finite.
     """
     start = time.monotonic()
     if pairs and len(clouds) < 2:

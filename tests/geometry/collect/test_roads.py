@@ -196,6 +196,7 @@ def test_equal_ids_pair_two_clouds() -> None:
         (make_cloud(), None, {"groups": [0] * 1_000}, "groups are all the same; standard errors need at least 2"),
         (make_cloud(), None, {"ids": ["a"] * 1_000}, "ids has 'a' twice; expected a different id for each"),
         (make_cloud(), None, {"ids": ["a"]}, "there are 1 ids for 1000 rows of points; expected one for each"),
+        (torch.ones(9, 3), None, {}, "points: all 9 rows are equal; expected points that differ"),
         (make_cloud(3), None, {}, "points: 3 points are too few; expected 4 or more"),
         (nn.Linear(2, 2), None, {}, "a model needs texts or batches: istar.measure"),
         (nn.Linear(2, 2), [], {}, "the batches are empty or read already; expected at least one"),
