@@ -130,9 +130,9 @@ def measure(
 
     Raises:
         UserError: one line for points that are not finite (how many, which is first), not floating, fewer than 4, of
-            width 1 or all equal; an empty or exhausted iterable; a model whose states are not known, without `modules`; names that
-            match no module; a module that is not called, or several times; a mask of another shape than a state; an
-            option that does not belong to the source.
+            width 1 or all equal; an empty or exhausted iterable; a model whose states are not known, without `modules`;
+            names that match no module; a module that is not called, or several times; a mask of another shape than a
+            state; an option that does not belong to the source.
 
     >>> import torch
     >>> import istar
