@@ -11,7 +11,7 @@ from scipy import special
 
 from istar.errors import UserError
 from istar.files.outputs import STATE_FOLDER
-from istar.files.parsing import find_mismatch, read_record
+from istar.files.parsing import MissingFileError, find_mismatch, read_record
 from istar.files.writing import replace_nested, to_csv, to_json
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.runs.names import COMBINED
@@ -159,6 +159,8 @@ def read_measurement(path: Path) -> Measurements:
                 contents[name] = replace_nested(contents[name], lambda value: value is None, math.nan)
         if mismatch := find_mismatch(contents, Measurements, "its content"):
             raise UserError(f"{path} is not a file of measures that istar wrote: {mismatch}")
+    except MissingFileError as error:
+        raise UserError(f"{error}; expected a folder of istar measure or Geometry.save") from error
     except UserError as error:
         raise UserError(f"{error}; delete the file and measure the model again") from error
     return Measurements(**contents)

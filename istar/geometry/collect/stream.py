@@ -222,7 +222,8 @@ class Stream:
                 break
         # Every rank reads all blocks, so that all ranks raise this.
         if not reading.tokens:
-            raise UserError(f"{source.path} holds no text; expected at least one line that is not empty")
+            unit = "line" if source.documents is None else "string"
+            raise UserError(f"{source.path} holds no text; expected at least one {unit} that is not empty")
         if reading.tokens < MIN_TOKENS:
             tokens = "1 token is" if reading.tokens == 1 else f"{reading.tokens} tokens are"
             raise UserError(f"{source.path}: {tokens} too few to measure; expected at least {MIN_TOKENS}")
