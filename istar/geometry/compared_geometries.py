@@ -106,15 +106,32 @@ class Comparison:
         """
         return compare_page.write_comparison(self.models, Path(folder), self.similarities)
 
-    def __repr__(self) -> str:
-        return terminal_tables.to_plain_text(terminal_tables.make_comparison_table(self.models))
+    @property
+    def _title(self) -> str:
+        return f"Differences from {self.models[0].label}, with 95% intervals"
 
-    def _repr_html_(self) -> str:
+    @cached_property
+    def _summary(self) -> pd.DataFrame:
+        """The main measures of the last state of each model, or of each cloud, as texts."""
+        last = {
+            (model.label, model.last_layer if model.is_ordered else state)
+            for model in self.models
+            for state in model.layers
+        }
         rows = self._table[self._table["measure"].isin(SUMMARY_MEASURES)]
+        rows = rows[[pair in last for pair in zip(rows["label"], rows["state"], strict=True)]]
         half_widths = (rows["high"] - rows["low"]) / 2
         differences = [number_entry(*cell).text for cell in zip(rows["difference"], half_widths, strict=True)]
         values = rows[["first", "other"]].map(lambda value: number_entry(value).text)
-        return make_html(rows[[*_KEYS, "method"]].assign(**values, difference=differences), self.findings)
+        return rows[_KEYS].assign(**values, difference=differences, method=rows["method"])
+
+    def __repr__(self) -> str:
+        frame = self._summary.drop(columns="method")
+        table = terminal_tables.text_table(self._title, list(frame), frame.to_numpy().tolist(), num_labels=3)
+        return terminal_tables.to_plain_text(table)
+
+    def _repr_html_(self) -> str:
+        return make_html(self._title, self._summary, self.findings)
 
 
 def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: bool | None = None) -> Comparison:

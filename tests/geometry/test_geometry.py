@@ -237,7 +237,7 @@ def test_the_page_of_clouds_has_their_words(tmp_path: Path) -> None:
     names = {path.stem for path in (tmp_path / "tables").iterdir()}
     assert names == {"layers", "gaps", "extremes", "settings"}
     card = (tmp_path / "card.md").read_text()
-    assert card.startswith("## Geometry of the points\n\npoints over 500 points. Measured")
+    assert card.startswith("## Geometry of the points\n\n2 clouds of 500 points in 24 dimensions. Measured")
 
 
 @pytest.mark.usefixtures("blank_figures")
@@ -246,13 +246,15 @@ def test_the_page_of_clouds_has_their_words(tmp_path: Path) -> None:
 )
 def test_the_page_of_places_says_which_count(choice: str, sentence: str, tmp_path: Path) -> None:
     settings = {**make_points(TAPS, "places").settings, "special_tokens": choice}
-    geometry = Geometry(make_points(TAPS, "places", settings=settings, groups=dict.fromkeys(TAPS, 20)))
+    fields = {"settings": settings, "groups": dict.fromkeys(TAPS, 20)}
+    positions = make_measurements().by_position["combined"]
+    geometry = Geometry(make_points(TAPS, "places", by_position={"batches": positions}, **fields))
     page = geometry.save(tmp_path)
     text = read_sections(page)
     for shown in (text, " ".join(repr(geometry).split()), geometry._repr_html_()):
         assert sentence in shown
-        assert "The places are in 20 groups" in shown
-    assert "places 500 states 3" in text
+        assert "The vectors are in 20 groups" in shown
+    assert "vectors 500 states 4" in text
 
 
 WARNING = "There are only {}: IsoScore and the ranks are too low; measure more points."

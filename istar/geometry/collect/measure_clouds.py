@@ -128,8 +128,8 @@ def measure_clouds(
 ) -> Collected:
     """Measure each cloud in one pass over its rows; see `CloudPass`.
 
-    `source` says where the clouds are from, and `labels` are by the name of the cloud. With `pairs`, row i of all clouds
-    belongs together, and their alignment is measured, too.
+    `source` says where the clouds are from, and `labels` are by the name of the cloud. With `pairs`, row i of all
+    clouds belongs together, and their alignment is measured, too.
 
     Raises a `UserError` if rows and labels do not fit together, or a `NonFiniteError` for rows that are not finite.
     """
@@ -162,8 +162,6 @@ def measure_clouds(
             **asdict(options.settings),
             "groups": min(cloud_labels.num_groups for cloud_labels in all_labels),
             "limit": options.limit,
-            "source": source,
-            "texts": {},
         },
         matrices={},
         final_norm=None,

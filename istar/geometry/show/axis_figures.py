@@ -24,6 +24,8 @@ _FINAL_NORM_DEPTH = 1.15
 """Position of the final normalization on the axis of the relative depth, beyond the last layer."""
 _MAX_TICKS = 6
 """Most numbered ticks on an axis of layers."""
+_MAX_NAME = 6
+"""Most characters of the name of a state on a tick."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,11 @@ def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None =
 def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:
     """Return tick labels by position: the embeddings, the final normalization, and at most six layer numbers.
 
-    Other states than the layers of a transformer are numbered from 1.
+    Other states than the layers of a transformer have their names if these are short, or are numbered from 1.
     """
     if taps[0] != "embeddings":
-        return {float(index): str(index + 1) for index in range(0, len(taps), math.ceil(len(taps) / _MAX_TICKS))}
+        labels = taps if max(map(len, taps)) <= _MAX_NAME else list(map(str, range(1, len(taps) + 1)))
+        return {float(index): labels[index] for index in range(0, len(taps), math.ceil(len(taps) / _MAX_TICKS))}
     end = len(taps) - 1 if taps[-1] == FINAL_NORM else len(taps)
     step = math.ceil((end - 1) / _MAX_TICKS) or 1
     # The label of the final normalization needs the space of a step.

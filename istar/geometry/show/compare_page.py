@@ -4,7 +4,6 @@ All four have the same sections: flags, how to read the page, the main table, th
 depth or the steps, the figures of single layers, and further tables. A model is a comparison of one.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ import pandas as pd
 
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
-from istar.drawing.page_tables import Sheet, make_markdown_table
+from istar.drawing.page_tables import Sheet, make_markdown_table, number_entry
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.outputs import Output
@@ -106,7 +105,7 @@ def write_model(measured: Measurements, out: Path, label: str = "", examples: by
     """
     name, revision = measured.model["name"], measured.model["revision"]
     measures_file.read_earlier(out, ModelName(name, revision), measured.identity)
-    label = label or shorten_model_name(name)
+    label = label or compare.name_measured(measured)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents[CARD_FILE] = _make_card(label, measured).encode()
     if examples is not None:
@@ -121,12 +120,8 @@ def write_model(measured: Measurements, out: Path, label: str = "", examples: by
 def _make_card(label: str, measured: Measurements) -> str:
     settings, words = measured.settings, TEXTS["words"][measured.kind]
     headers, cells_by_state = terminal_tables.list_main_measures(measured)
-    rows = [
-        [state, *("-" if math.isnan(value) else f"{value:.4g}" for value, _ in cells)]
-        for state, cells in cells_by_state.items()
-    ]
-    counts = {measures["points"] for measures in measured.all_texts.values()}
-    subject = f"{label} over {max(counts):,.0f} {words['units']}" if len(counts) == 1 else label
+    rows = [[state, *(number_entry(value).text for value, _ in cells)] for state, cells in cells_by_state.items()]
+    subject = terminal_tables.make_title(label, measured)
     if measured.kind == "tokens":
         subject += (
             f" of {', '.join(settings['texts'])}: {settings['documents']} documents of at most {settings['length']} "
@@ -205,8 +200,8 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
         {
             model.words["units"]: model.num_points,
             "texts": len(model.measurements.settings.get("texts", {})),
-            model.words["states"]: len(model.layers) - (model.measurements.kind == "tokens"),
-            "dimensions": model.measurements.width,
+            model.words["states"]: len(model.layers) - 1 if content.is_of_texts else len(model.measurements.all_texts),
+            "dimensions": model.width,
             "tokens in the vocabulary": model.measurements.matrices.get("input", {}).get("raw", {}).get("rows", 0),
         }
         for model in content.models

@@ -78,7 +78,7 @@ def test_the_first_token_and_the_embedding_matrices() -> None:
     columns = {"first": [0, 1, 2], "norm": [9.0, 2.0, 1.0], "points": [5, 5, 15]}
     ratio = 9.0 / ((5 * 2.0 + 15 * 1.0) / 20)
     assert find_flags(make_usual(by_position={"text": {"layer_1": columns}})) == [
-        f"The first token of the model's input has {ratio:.0f} times the average norm of the others in layer 1."
+        f"The first token of each input has {ratio:.0f} times the average norm of the others in layer 1."
     ]
     # Without tokens at position 0, or at other positions, there is nothing to compare.
     for other in ({**columns, "first": [1, 2, 4]}, {"first": [0], "norm": [9.0], "points": [5]}):
