@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from istar.drawing.page_tables import number_entry
 from istar.errors import UserError, did_you_mean
 from istar.geometry import checks
 from istar.geometry.checks import Bounds, Violation
@@ -27,6 +26,7 @@ from istar.geometry.collect.measures_file import (
 from istar.geometry.show import axis_figures, compare_page, findings, model_figures, terminal_tables
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel, describe_points, name_measured
 from istar.geometry.show.measured_training import MeasuredTraining, read_trainings
+from istar.geometry.show.model_tables import number_with_interval
 from istar.measures.catalogue import MEASURES, find_measure
 from istar.models.saved_checkpoints import ModelArgument
 
@@ -210,11 +210,15 @@ class Geometry:
         return terminal_tables.to_plain_text(terminal_tables.make_model_table(self.label, self.measurements))
 
     def _repr_html_(self) -> str:
-        headers, cells_by_state = terminal_tables.list_main_measures(self.measurements)
-        rows = [[state, *(number_entry(*cell).text for cell in cells)] for state, cells in cells_by_state.items()]
-        frame = pd.DataFrame(rows, columns=[self._model.words["state"], *headers])
-        title = terminal_tables.make_title(self.label, self.measurements)
-        return make_html(title, frame, [*self.findings, *describe_points(self.measurements)])
+        headers = terminal_tables.choose_main_measures(self.measurements)
+        rows = [
+            [state, *(number_with_interval(measures, name, self._model.num_groups).text for name in headers)]
+            for state, measures in self.measurements.all_texts.items()
+        ]
+        frame = pd.DataFrame(rows, columns=[self._model.words["state"], *headers.values()])
+        return make_html(
+            terminal_tables.make_title(self._model), frame, [*self.findings, *describe_points(self.measurements)]
+        )
 
 
 def draw_measures(

@@ -4,6 +4,7 @@ All four have the same sections: flags, how to read the page, the main table, th
 depth or the steps, the figures of single layers, and further tables. A model is a comparison of one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +36,6 @@ from istar.geometry.show import (
 from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining, list_last_checkpoints
-from istar.geometry.show.terminal_tables import HEADERS
 from istar.measures.catalogue import MEASURES
 from istar.models.saved_checkpoints import Checkpoint
 from istar.runs.labels import shorten_model_name
@@ -119,18 +119,21 @@ def write_model(measured: Measurements, out: Path, label: str = "", examples: by
 
 def _make_card(label: str, measured: Measurements) -> str:
     settings, words = measured.settings, TEXTS["words"][measured.kind]
-    headers, cells_by_state = terminal_tables.list_main_measures(measured)
-    rows = [[state, *(number_entry(value).text for value, _ in cells)] for state, cells in cells_by_state.items()]
-    subject = terminal_tables.make_title(label, measured)
+    headers = terminal_tables.choose_main_measures(measured)
+    rows = [
+        [state, *(number_entry(measures.get(name, math.nan)).text for name in headers)]
+        for state, measures in measured.all_texts.items()
+    ]
+    subject = terminal_tables.make_title(MeasuredModel(label, measured))
     if measured.kind == "tokens":
         subject += (
             f" of {', '.join(settings['texts'])}: {settings['documents']} documents of at most {settings['length']} "
             f"tokens, special tokens {settings['special_tokens']}d, weights in {measured.model['dtype']}"
         )
-    intra_sim = ", IntraSim of the same token in different places" if HEADERS["intra_sim"] in headers else ""
+    intra_sim = ", IntraSim of the same token in different places" if "intra_sim" in headers else ""
     return (
         f"## Geometry of the {words['vectors']}\n\n{subject}. Measured by istar {version('istar')}.\n\n"
-        f"{make_markdown_table([[words['state'], *headers], *rows])}\n\n"
+        f"{make_markdown_table([[words['state'], *headers.values()], *rows])}\n\n"
         f"IsoScore is 1 if the {words['vectors']} vary equally in all directions, and 0 if they vary in one. InterSim "
         f"is the average cosine of different {words['units']}{intra_sim}, TwoNN an intrinsic dimension, the rank an "
         "effective rank.\n"

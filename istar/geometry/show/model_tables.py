@@ -77,7 +77,8 @@ def join_sheets(models: Sequence[MeasuredModel], build: Callable[[Measurements],
     return replace(longest, rows_by_group=groups, frame=pd.concat(frames, ignore_index=True))
 
 
-def _number_with_interval(measures: Mapping[str, float], name: str, num_groups: int) -> Entry:
+def number_with_interval(measures: Mapping[str, float], name: str, num_groups: int) -> Entry:
+    """Return a table cell with a measure and its 95% interval, if it has one."""
     error = measures.get(f"{name}_error", math.nan)
     return number_entry(measures.get(name, math.nan), interval_half_width(name, error, num_groups))
 
@@ -97,7 +98,7 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
             [
                 Entry(name_tap(tap)),
                 number_entry(measures["points"]),
-                *(_number_with_interval(measures, name, model.num_groups) for name in names),
+                *(number_with_interval(measures, name, model.num_groups) for name in names),
             ]
             for tap, measures in taps.items()
         ]
@@ -146,7 +147,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
             "gain": final_norm.get("gain", math.nan),
             "bias": final_norm.get("bias", math.nan),
         }
-        cells = {name: _number_with_interval(measures, name, model.num_groups) for name in compare.SUMMARY_MEASURES}
+        cells = {name: number_with_interval(measures, name, model.num_groups) for name in compare.SUMMARY_MEASURES}
         rows.append({**row, "weights": measurements.weights})
         shown.append({**row, **cells})
     return _make_sheet("models", pd.DataFrame(shown), pd.DataFrame(rows))

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from istar.drawing.page_tables import break_header, number_entry
 from istar.drawing.terminal import make_console
-from istar.geometry.collect.measures_file import Measurements, interval_half_width
+from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show.compare import SUMMARY_MEASURES, TEXTS, MeasuredModel, describe_points
 from istar.geometry.show.measured_training import MeasuredTraining
@@ -26,61 +26,49 @@ HEADERS = {
     "effective_rank": "rank",
 }
 """Headers of the measures in the terminal table."""
+_MAX_COLUMNS = 7
+"""Most columns of numbers that fit into a line of 80 characters."""
 _SUMMARY_HEADERS = {**{name: HEADERS[name] for name in SUMMARY_MEASURES}, "partition_raw": "I(W)"}
 """Headers of the tables with a row for each model, by the column of `build_model_sheet`."""
 _TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W), input", "I(W), output")
 """Columns of the table for the terminal; more would break headers and names within a line of 80 characters."""
 
 
-def make_title(label: str, measured: Measurements) -> str:
+def make_title(model: MeasuredModel) -> str:
     """Return how much was measured, such as "2 clouds of 500 points in 24 dimensions"."""
-    words, states = TEXTS["words"][measured.kind], measured.all_texts
-    counts, widths = {measures["points"] for measures in states.values()}, set(map(measured.width_of, states))
-    size = f"{max(counts):,.0f} {words['units']}" if len(counts) == 1 else str(words["units"])
-    size += f" in {max(widths):,} dimensions" if len(widths) == 1 else ""
-    if measured.kind == "points" and len(states) > 1:
+    units, states = model.words["units"], model.measurements.all_texts
+    counts = {measures["points"] for measures in states.values()}
+    size = f"{max(counts):,.0f} {units}" if len(counts) == 1 else units
+    size += f" in {model.width:,} dimensions" if model.width and model.measurements.kind != "tokens" else ""
+    if not model.is_ordered and len(states) > 1:
         return f"{len(states)} clouds of {size}"
-    # The label of points in memory is a word for them.
-    return size if label == words["units"] else f"{label} · {size}" if len(counts) == 1 else label
+    # The label of points in memory is the word for them.
+    return size if model.label == units else f"{model.label} · {size}" if len(counts) == 1 else model.label
 
 
 def make_model_table(label: str, measured: Measurements) -> Table:
     """Return a terminal table of the main measures of each layer or cloud, over all texts together."""
-    headers, cells_by_state = list_main_measures(measured)
+    model, headers = MeasuredModel(label, measured), choose_main_measures(measured)
+    if len(headers) > _MAX_COLUMNS:
+        del headers["intra_sim"]
     matrix_texts = [
         f"{side} embeddings {form.replace('_', '-')} {number_entry(measures['partition_isotropy_both']).text}"
         for side, forms in measured.matrices.items()
         for form, measures in forms.items()
     ]
     matrices = [f"I(W), both signs: {'; '.join(matrix_texts)}."] if matrix_texts else []
-    # Eight columns of numbers do not fit into 80 characters.
-    shown = [index for index, header in enumerate(headers) if len(headers) < 8 or header != HEADERS["intra_sim"]]
-    rows = {state: [cells[index][0] for index in shown] for state, cells in cells_by_state.items()}
+    rows = {state: [measures.get(name, math.nan) for name in headers] for state, measures in measured.all_texts.items()}
     caption = " ".join([*describe_points(measured), *matrices])
-    state_header = TEXTS["words"][measured.kind]["state"]
-    return number_table(make_title(label, measured), state_header, [headers[index] for index in shown], rows, caption)
+    return number_table(make_title(model), model.words["state"], headers.values(), rows, caption)
 
 
-def list_main_measures(measured: Measurements) -> tuple[list[str], dict[str, list[tuple[float, float]]]]:
-    """Return the headers of the main measures, and by state their values and the half-widths of their 95% intervals.
-
-    States with different numbers of points have these as the first column.
-    """
-    states, num_groups = measured.all_texts, int(measured.settings.get("groups") or 0)
-    headers = {name: header for name, header in HEADERS.items() if any(name in values for values in states.values())}
-    if len({measures["points"] for measures in states.values()}) > 1:
+def choose_main_measures(measured: Measurements) -> dict[str, str]:
+    """Return the headers of the main measures by name, first the number of points if states differ in it."""
+    states = measured.all_texts.values()
+    headers = {name: header for name, header in HEADERS.items() if any(name in values for values in states)}
+    if len({measures["points"] for measures in states}) > 1:
         headers = {"points": TEXTS["words"][measured.kind]["units"], **headers}
-    cells = {
-        state: [
-            (
-                measures.get(name, math.nan),
-                interval_half_width(name, measures.get(f"{name}_error", math.nan), num_groups),
-            )
-            for name in headers
-        ]
-        for state, measures in states.items()
-    }
-    return list(headers.values()), cells
+    return headers
 
 
 def number_table(
