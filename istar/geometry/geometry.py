@@ -135,11 +135,7 @@ class Geometry:
         Low and high are NaN without a standard error. An unknown measure is a KeyError, as for `geometry[measure]`.
         """
         self[measure]
-        return checks.make_intervals(self._table, measure, self._num_groups)
-
-    @property
-    def _num_groups(self) -> int:
-        return self._model.num_groups if self.training is None else self.training.num_groups
+        return checks.make_intervals(self._table, measure, self._model.num_groups)
 
     def check(
         self,
@@ -171,7 +167,7 @@ class Geometry:
             by_pattern = {pattern: {**bounds, **more} for pattern in patterns}
         elif more or states != "*":
             raise UserError("bounds by state do not go with other bounds or states=; expected one of both")
-        return list(checks.find_violations(self._table, self._num_groups, by_pattern))
+        return list(checks.find_violations(self._table, self._model.num_groups, by_pattern))
 
     def plot(self, *measures: str) -> Figure:
         """Draw a panel for each measure with its 95% intervals, as on the page: lines over layers or bars for clouds.

@@ -86,17 +86,6 @@ class MeasuredModel:
         """Number of groups of documents for standard errors; 0 for none."""
         return int(self.measurements.settings.get("groups") or 0)
 
-    @property
-    def relative_depths(self) -> list[float]:
-        """Depth of the embeddings and of each layer, from 0 for the embeddings to 1 for the last layer."""
-        last_index = len(self.layers) - 1
-        return [index / max(1, last_index) for index in range(last_index + 1)]
-
-    @property
-    def prediction_matrix(self) -> str:
-        """Name of the embedding matrix nearest to the prediction: `output` if the model has its own, else `input`."""
-        return "output" if "output" in self.measurements.matrices else "input"
-
 
 def describe_points(measured: Measurements) -> list[str]:
     """Return sentences on which rows count: special places, and the groups of rows that standard errors leave out."""
@@ -196,7 +185,7 @@ def join_names(names: Sequence[str]) -> str:
 def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]:
     """Yield a row for each layer of each model, with all measures and its relative depth: NaN for a final norm."""
     for model in models:
-        depths = dict(zip(model.layers, model.relative_depths, strict=True))
+        depths = {layer: index / max(1, len(model.layers) - 1) for index, layer in enumerate(model.layers)}
         for tap, measures in model.measurements.all_texts.items():
             depth = depths.get(tap, math.nan)
             yield {"model": model.label, "layer": tap, "relative_depth": depth, **measures}
