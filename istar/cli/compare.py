@@ -43,14 +43,14 @@ def run(options: argparse.Namespace) -> None:
     warnings += compare.describe_other_settings(comparison.models)
     page_path = compare_page.write_comparison(comparison.models, options.out, comparison.similarities, options.typed)
     is_of_texts = all(model.measurements.kind == "tokens" for model in comparison.models)
-    if options.json:
-        print_json(
-            {"models": model_tables.build_model_sheet(comparison.models).frame if is_of_texts else comparison.table}
-        )
+    if options.json and is_of_texts:
+        print_json({"models": model_tables.build_model_sheet(comparison.models).frame})
+    elif options.json:
+        print_json({"differences": comparison.table})
+    elif is_of_texts:
+        make_console().print(terminal_tables.make_comparison_table(comparison.models))
     else:
-        make_console().print(
-            terminal_tables.make_comparison_table(comparison.models) if is_of_texts else repr(comparison)
-        )
+        make_console().print(repr(comparison))
     files = f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE}"
     _print_lines(options, warnings, files)
 

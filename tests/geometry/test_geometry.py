@@ -1,5 +1,6 @@
 """The object of what was measured: its table, figures, text, files, and that files give the same object again."""
 
+import json
 import math
 import subprocess
 import sys
@@ -276,6 +277,12 @@ def test_the_command_keeps_the_page_of_other_files(
     assert main(["measure", "first=c.npy", "--out", "one"]) == 0
     assert istar.load("one").states == ("first",)
     assert istar.load("one").label == "c.npy"
+    assert main(["measure", "first=a.npy", "--out", "two"]) == 0
+    capsys.readouterr()
+    assert main(["compare", "one", "two", "--out", "both"]) == 0
+    assert capsys.readouterr().out.startswith("Differences from c.npy, with 95% intervals\n")
+    assert main(["compare", "one", "two", "--out", "both", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differences"][0]["label"] == "a.npy"
 
 
 @pytest.mark.usefixtures("blank_figures")
