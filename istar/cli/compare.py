@@ -42,10 +42,13 @@ def run(options: argparse.Namespace) -> None:
         warnings.append(f"the page lacks the similarity of layers: {shorten(error)}")
     warnings += compare.describe_other_settings(comparison.models)
     page_path = compare_page.write_comparison(comparison.models, options.out, comparison.similarities, options.typed)
+    is_of_texts = all(model.measurements.kind == "tokens" for model in comparison.models)
     if options.json:
-        print_json({"models": model_tables.build_model_sheet(comparison.models).frame})
+        models = model_tables.build_model_sheet(comparison.models).frame
+        print_json({"models": models} if is_of_texts else {"differences": comparison.table})
     else:
-        make_console().print(terminal_tables.make_comparison_table(comparison.models))
+        table = terminal_tables.make_comparison_table(comparison.models) if is_of_texts else repr(comparison)
+        make_console().print(table)
     files = f"{page_path}, and figures, tables, {compare_page.COMPARISON_FILE}"
     _print_lines(options, warnings, files)
 

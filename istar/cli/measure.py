@@ -14,6 +14,7 @@ from istar.errors import UserError
 from istar.files.folders import split_label
 from istar.geometry.checks import Checks, read_checks
 from istar.geometry.collect import measure, measures_file, stream, trajectory, trajectory_file
+from istar.geometry.collect.measures_file import ModelName
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.geometry import Geometry, load
 from istar.geometry.measuring import measure as measure_points
@@ -77,8 +78,11 @@ def _print_points(options: argparse.Namespace, checks: Checks | None) -> None:
     if len(sources) < len(options.models):
         raise UserError("several files have the same name; give them names, as in first=<file>")
     page_folder.check(options.out, compare_page.MODEL_KIND, [split_key(path)[0] for path in sources.values()])
+    files = list(sources.values())
+    measures_file.read_earlier(options.out, ModelName(", ".join(files)), "")  # refuses a page of other files
+    has_labels = any(label for label, _ in map(split_label, options.models))
     geometry = measure_points(
-        sources if len(sources) > 1 else next(iter(sources.values())),
+        sources if has_labels or len(files) > 1 else files[0],
         measures=options.measures,
         sample=options.sample,
         seed=options.seed,

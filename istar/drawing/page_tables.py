@@ -39,7 +39,7 @@ def number_entry(value: float, half_width: float = math.nan) -> Entry:
         return Entry("\u2013", number=True)
     if not math.isfinite(half_width):
         return Entry(f"{value:,.0f}" if 1_000 <= abs(value) < 1e12 else f"{value:.4g}", number=True)
-    if half_width < 1e-5 * abs(value) or not 1e-9 <= half_width < 1e12:
+    if half_width < 1e-5 * abs(value) or not 1e-6 <= half_width < 1e12:
         return Entry(f"{value:.5g} \u00b1 {half_width:.1g}", number=True)
     decimals = max(0, 1 - math.floor(math.log10(half_width)))
     return Entry(f"{value:,.{decimals}f} \u00b1 {half_width:,.{decimals}f}", number=True)

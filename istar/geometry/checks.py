@@ -103,9 +103,8 @@ def find_violations(table: pd.DataFrame, num_groups: int, checks: Checks) -> Ite
             raise UserError(f"no state matches {pattern!r}{did_you_mean(pattern, states)}; expected one of {known}")
         for name, bounds in bounds_by_measure.items():
             if name not in measures:
-                raise UserError(
-                    f"{name} was not measured{did_you_mean(name, measures)}; expected one of {', '.join(measures)}"
-                )
+                hint = did_you_mean(name, measures) or f"; expected one of {', '.join(measures)}"
+                raise UserError(f"{name} was not measured{hint}")
             intervals = make_intervals(rows, name, num_groups)
             smallest, largest = parse_bounds(name, bounds)
             for index, (value, low, high) in zip(rows.index, intervals.itertuples(index=False), strict=True):

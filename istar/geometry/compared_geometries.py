@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
     from istar.geometry.collect.mean_states import Similarity
 
-_KEYS = ["label", "state", "measure"]
+_KEYS, _ROW_KEYS = ["label", "state", "measure"], ("model", "layer", "measure")
+"""What identifies a difference: columns of `Comparison.table`, and keys of `compute_all_differences`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,22 +48,17 @@ class Comparison:
 
     @cached_property
     def _table(self) -> pd.DataFrame:
-        rows = pd.DataFrame(self._make_rows())
-        columns = ["model", "layer", "measure", "low", "high", "method"]
-        intervals = pd.DataFrame(compute_all_differences(self.models), columns=columns)
-        intervals = intervals.rename(columns={"model": "label", "layer": "state"})
-        return rows.merge(intervals, how="left", on=_KEYS).fillna({"method": ""})
-
-    def _make_rows(self) -> Iterator[dict[str, Any]]:
+        intervals = {tuple(row[key] for key in _ROW_KEYS): row for row in compute_all_differences(self.models)}
         first, *others = self.models
+        rows = []
         for other in others:
             for first_state, state in pair_layers(first, other):
                 before, after = first.measurements.all_texts[first_state], other.measurements.all_texts[state]
-                for name in MEASURE_TITLES:
-                    if name in before and name in after:
-                        keys = {"label": other.label, "state": state, "measure": name}
-                        values = {"first": before[name], "other": after[name], "difference": after[name] - before[name]}
-                        yield {**keys, **values}
+                for name in [name for name in MEASURE_TITLES if name in before and name in after]:
+                    row = intervals.get((other.label, state, name), {"low": math.nan, "high": math.nan, "method": ""})
+                    values = (before[name], after[name], after[name] - before[name])
+                    rows.append((other.label, state, name, *values, row["low"], row["high"], row["method"]))
+        return pd.DataFrame(rows, columns=[*_KEYS, "first", "other", "difference", "low", "high", "method"])
 
     @property
     def table(self) -> pd.DataFrame:
@@ -106,15 +103,28 @@ class Comparison:
         """
         return compare_page.write_comparison(self.models, Path(folder), self.similarities)
 
-    def __repr__(self) -> str:
-        return terminal_tables.to_plain_text(terminal_tables.make_comparison_table(self.models))
+    @property
+    def _title(self) -> str:
+        return f"Differences from {self.models[0].label}, with 95% intervals"
 
-    def _repr_html_(self) -> str:
+    @cached_property
+    def _summary(self) -> pd.DataFrame:
+        """The main measures of the last state of each model, or of each cloud, as texts."""
+        last = {model.label: [model.last_layer] if model.is_ordered else model.layers for model in self.models}
         rows = self._table[self._table["measure"].isin(SUMMARY_MEASURES)]
+        rows = rows[[state in last[label] for label, state in zip(rows["label"], rows["state"], strict=True)]]
         half_widths = (rows["high"] - rows["low"]) / 2
         differences = [number_entry(*cell).text for cell in zip(rows["difference"], half_widths, strict=True)]
         values = rows[["first", "other"]].map(lambda value: number_entry(value).text)
-        return make_html(rows[[*_KEYS, "method"]].assign(**values, difference=differences), self.findings)
+        return rows[_KEYS].assign(**values, difference=differences, method=rows["method"])
+
+    def __repr__(self) -> str:
+        frame = self._summary.drop(columns="method")
+        table = terminal_tables.text_table(self._title, list(map(str, frame)), frame.to_numpy().tolist(), num_labels=3)
+        return terminal_tables.to_plain_text(table)
+
+    def _repr_html_(self) -> str:
+        return make_html(self._title, self._summary, self.findings)
 
 
 def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: bool | None = None) -> Comparison:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from istar.drawing.page_tables import number_entry
 from istar.errors import UserError, did_you_mean
 from istar.geometry import checks
 from istar.geometry.checks import Bounds, Violation
@@ -25,8 +24,9 @@ from istar.geometry.collect.measures_file import (
     read_measurement,
 )
 from istar.geometry.show import axis_figures, compare_page, findings, model_figures, terminal_tables
-from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel, describe_points, name_model
+from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel, describe_points, name_measured
 from istar.geometry.show.measured_training import MeasuredTraining, read_trainings
+from istar.geometry.show.model_tables import number_with_interval
 from istar.measures.catalogue import MEASURES, find_measure
 from istar.models.saved_checkpoints import ModelArgument
 
@@ -57,7 +57,7 @@ class Geometry:
     @property
     def label(self) -> str:
         """Short name of what was measured."""
-        return name_model(self.measurements.model)
+        return name_measured(self.measurements)
 
     @cached_property
     def _model(self) -> MeasuredModel:
@@ -104,9 +104,10 @@ class Geometry:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What decides the values: the model, its dtype and device, the texts or the source, the seed and so on."""
-        model = {("model" if name == "name" else name): value for name, value in self.measurements.model.items()}
-        return MappingProxyType({**model, **self.measurements.settings})
+        """What decides the values: the model or the source of points, its dtype and device, the seed and so on."""
+        name = "source" if self.measurements.kind == "points" else "model"
+        model = {key: value for key, value in self.measurements.model.items() if key != "name" and value is not None}
+        return MappingProxyType({name: self.measurements.model["name"], **model, **self.measurements.settings})
 
     @cached_property
     def spectra(self) -> Mapping[str, np.ndarray]:
@@ -134,11 +135,7 @@ class Geometry:
         Low and high are NaN without a standard error. An unknown measure is a KeyError, as for `geometry[measure]`.
         """
         self[measure]
-        return checks.make_intervals(self._table, measure, self._num_groups)
-
-    @property
-    def _num_groups(self) -> int:
-        return self._model.num_groups if self.training is None else self.training.num_groups
+        return checks.make_intervals(self._table, measure, self._model.num_groups)
 
     def check(
         self,
@@ -170,7 +167,7 @@ class Geometry:
             by_pattern = {pattern: {**bounds, **more} for pattern in patterns}
         elif more or states != "*":
             raise UserError("bounds by state do not go with other bounds or states=; expected one of both")
-        return list(checks.find_violations(self._table, self._num_groups, by_pattern))
+        return list(checks.find_violations(self._table, self._model.num_groups, by_pattern))
 
     def plot(self, *measures: str) -> Figure:
         """Draw a panel for each measure with its 95% intervals, as on the page: lines over layers or bars for clouds.
@@ -209,10 +206,15 @@ class Geometry:
         return terminal_tables.to_plain_text(terminal_tables.make_model_table(self.label, self.measurements))
 
     def _repr_html_(self) -> str:
-        headers, cells_by_state = terminal_tables.list_main_measures(self.measurements)
-        rows = [[state, *(number_entry(*cell).text for cell in cells)] for state, cells in cells_by_state.items()]
-        frame = pd.DataFrame(rows, columns=[self._model.words["state"], *headers])
-        return make_html(frame, [*self.findings, *describe_points(self.measurements)])
+        headers = terminal_tables.choose_main_measures(self.measurements)
+        rows = [
+            [state, *(number_with_interval(measures, name, self._model.num_groups).text for name in headers)]
+            for state, measures in self.measurements.all_texts.items()
+        ]
+        frame = pd.DataFrame(rows, columns=[self._model.words["state"], *headers.values()])
+        return make_html(
+            terminal_tables.make_title(self._model), frame, [*self.findings, *describe_points(self.measurements)]
+        )
 
 
 def draw_measures(
@@ -241,10 +243,10 @@ def draw_measures(
     return rendering.draw(axis.make_plot("isotropy", panels))
 
 
-def make_html(frame: pd.DataFrame, notes: Iterable[str]) -> str:
-    """Return a table, and sentences below it, as HTML for a notebook."""
+def make_html(title: str, frame: pd.DataFrame, notes: Iterable[str]) -> str:
+    """Return a table with a title, and sentences below it, as HTML for a notebook."""
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
-    return f"{frame.to_html(index=False, border=0)}<ul>{items}</ul>"
+    return f"<p>{html.escape(title)}</p>{frame.to_html(index=False, border=0)}<ul>{items}</ul>"
 
 
 def load(path: str | Path) -> Geometry:

@@ -158,7 +158,9 @@ def measure(
             cloud.name: make_labels(NUM_GROUPS, *(_select(name, given[name], cloud.name) for name in ("groups", "ids")))
             for cloud in clouds
         }
-        name = str(source) if isinstance(source, str | Path) else "points"
+        sources = subject.values() if isinstance(subject, Mapping) else [subject]
+        is_of_files = all(isinstance(file, str | Path) for file in sources)
+        name = ", ".join(map(str, sources) if is_of_files else (cloud.name for cloud in clouds))
         options = PassOptions(settings, cloud_labels[clouds[0].name], limit, NUM_EXAMPLES, console)
         return Geometry(*measure_clouds(clouds, options, cloud_labels, name, pairs=pairs, device=device))
     labels = make_labels(NUM_GROUPS, given["groups"], given["ids"])
@@ -188,8 +190,8 @@ def _check_options(what: str, given: Sequence[str]) -> None:
     """Raise a `UserError` for an option that `measure` does not have for what it measures."""
     for name in given:
         if name not in _OPTIONS[what]:
-            hint = did_you_mean(name, _OPTIONS[what])
-            raise UserError(f"istar.measure takes no {name} for {what}{hint}; expected {', '.join(_OPTIONS[what])}")
+            hint = did_you_mean(name, _OPTIONS[what]) or f"; expected {', '.join(_OPTIONS[what])}"
+            raise UserError(f"istar.measure takes no {name} for {what}{hint}")
 
 
 def _find_subject(source: Any, inputs: Any, tokenizer: Any) -> tuple[str, Any]:

@@ -31,6 +31,8 @@ COMBINED = "combined"
 """Name, in the place of a text's, for measures over all texts together."""
 FINAL_NORM = "final_norm"
 """Name of the state after a final normalization; layer L is the state before it."""
+POOLED = "pooled"
+"""Name of the state that a SentenceTransformer returns for a sentence, which may be normalized."""
 
 
 def is_lower_better(metric: str) -> bool:

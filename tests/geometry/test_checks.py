@@ -103,7 +103,7 @@ def test_a_malformed_file_is_one_line(text: str, message: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("bounds", "states", "message"),
     [
-        ({"isocore": (0, 1)}, "*", "isocore was not measured; did you mean isoscore"),
+        ({"isocore": (0, 1)}, "*", r"isocore was not measured; did you mean isoscore\?$"),
         ({"isoscore_error": (0, 1)}, "*", "isoscore_error was not measured"),
         ({"isoscore": 1}, "*", "the bounds of isoscore are 1; expected"),
         ({"isoscore": (0, 1)}, "layr_*", r"no state matches 'layr_\*'; did you mean layer_2\?; expected one of embedd"),

@@ -54,6 +54,11 @@ def test_equal_ids_are_paired_and_others_are_not(kind: str, has_ids: bool) -> No
         assert row["difference"] - row["low"] == pytest.approx(T_QUANTILE * error, rel=1e-9)
         assert row["method"] == ("paired" if has_ids else "independent")
     assert any("because ids were not given or are not equal" in line for line in comparison.findings) == (not has_ids)
+    half_width = T_QUANTILE * error
+    decimals = 1 - math.floor(math.log10(half_width))
+    lines = [line for line in repr(comparison).splitlines() if " isoscore " in line]
+    assert all(f" {0.1:.{decimals}f} ± {half_width:.{decimals}f}│" in line for line in lines)
+    assert len(lines) == comparison._repr_html_().count("isoscore") == (2 if kind == "points" else 1)
     without_error = comparison.table.query("measure == 'rank_me'")
     assert without_error["low"].isna().all()
     assert set(without_error["method"]) == {""}

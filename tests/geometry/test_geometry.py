@@ -1,9 +1,10 @@
 """The object of what was measured: its table, figures, text, files, and that files give the same object again."""
 
+import json
 import math
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import istar
 from istar.cli.main import main
 from istar.errors import UserError
 from istar.geometry.collect.mean_states import Examples
+from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.geometry import Geometry
 from istar.measures.catalogue import MEASURES
 from istar.models import tiny
@@ -215,6 +217,74 @@ def test_figures_are_drawn_as_on_the_page_and_outside_of_pyplot() -> None:
         clouds.plot("intra_sim")
 
 
+@pytest.mark.parametrize(
+    ("content", "title"),
+    [
+        (make_points(["points"]), "500 points in 24 dimensions"),
+        (make_points(["x"], model={**CLOUDS.model, "name": "a/half.npy"}), "half.npy · 500 points in 24 dimensions"),
+        (CLOUDS, "2 clouds of 500 points in 24 dimensions"),
+        (make_points(TAPS, "places"), "points · 500 vectors in 24 dimensions"),
+        (make_measurements(), "model · 500 tokens"),
+    ],
+)
+def test_a_title_says_how_much_was_measured(content: Measurements, title: str) -> None:
+    assert repr(Geometry(content)).splitlines()[0] == title
+    assert f"<p>{title}</p>" in Geometry(content)._repr_html_()
+    content = replace(content, sources={"all": {name: dict(row) for name, row in content.all_texts.items()}})
+    list(content.all_texts.values())[-1]["points"] = 7.0
+    first = repr(Geometry(content)).splitlines()[0]
+    assert "500" not in first or len(content.all_texts) == 1
+
+
+def test_numbers_and_headers_are_never_broken() -> None:
+    content = make_measurements(["encoder.layers.10.self_attention.output", *TAPS])
+    rows = content.all_texts.values()
+    for row, points in zip(rows, (262_144, 1_234_567, 60, 500, 7), strict=True):
+        row |= {
+            "points": float(points),
+            "inter_sim": -0.0001234567,
+            "isoscore_unbiased": 1 / 3,
+            "average_norm": 12345.6,
+        }
+    lines = repr(Geometry(content)).splitlines()
+    assert max(map(len, lines)) <= 80
+    for header in ("tokens", "IsoScore", "unbiased", "InterSim", "TwoNN", "norm", "rank"):
+        assert f" {header}┃" in lines[2]
+    for number in ("262,144", "1,234,567", "60", "-0.0001235", "0.3333", "12,346"):
+        assert any(f" {number}│" in line for line in lines), number
+
+
+def test_settings_of_points_name_their_source() -> None:
+    points = istar.measure({"queries": torch.randn(8, 3), "answers": torch.randn(8, 3)})
+    assert points.settings["source"] == "queries, answers"
+    assert not {"model", "type", "texts", "revision"} & points.settings.keys()
+    assert points.label == "queries and answers"
+
+
+def test_the_command_keeps_the_page_of_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], blank_figures: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        np.save(f"{name}.npy", np.random.default_rng(0).standard_normal((20, 4)))
+    assert main(["measure", "a.npy", "b.npy", "--out", "page"]) == 0
+    assert "Geometry of a and b" in Path("page/index.html").read_text()
+    before = Path("page/measures.json").read_text()
+    assert main(["measure", "a.npy", "b=c.npy", "--out", "page"]) == 2
+    assert "page holds the measures of a.npy, b.npy, not of a.npy, c.npy; expected another" in capsys.readouterr().err
+    assert Path("page/measures.json").read_text() == before
+    assert main(["measure", "a.npy", "b.npy", "--out", "page"]) == 0
+    assert main(["measure", "first=c.npy", "--out", "one"]) == 0
+    assert istar.load("one").states == ("first",)
+    assert istar.load("one").label == "c.npy"
+    assert main(["measure", "first=a.npy", "--out", "two"]) == 0
+    capsys.readouterr()
+    assert main(["compare", "one", "two", "--out", "both"]) == 0
+    assert capsys.readouterr().out.startswith("Differences from c.npy, with 95% intervals\n")
+    assert main(["compare", "one", "two", "--out", "both", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differences"][0]["label"] == "a.npy"
+
+
 @pytest.mark.usefixtures("blank_figures")
 def test_the_page_of_clouds_has_their_words(tmp_path: Path) -> None:
     page = Geometry(CLOUDS).save(tmp_path)
@@ -237,7 +307,7 @@ def test_the_page_of_clouds_has_their_words(tmp_path: Path) -> None:
     names = {path.stem for path in (tmp_path / "tables").iterdir()}
     assert names == {"layers", "gaps", "extremes", "settings"}
     card = (tmp_path / "card.md").read_text()
-    assert card.startswith("## Geometry of the points\n\npoints over 500 points. Measured")
+    assert card.startswith("## Geometry of the points\n\n2 clouds of 500 points in 24 dimensions. Measured")
 
 
 @pytest.mark.usefixtures("blank_figures")
@@ -246,13 +316,19 @@ def test_the_page_of_clouds_has_their_words(tmp_path: Path) -> None:
 )
 def test_the_page_of_places_says_which_count(choice: str, sentence: str, tmp_path: Path) -> None:
     settings = {**make_points(TAPS, "places").settings, "special_tokens": choice}
-    geometry = Geometry(make_points(TAPS, "places", settings=settings, groups=dict.fromkeys(TAPS, 20)))
+    fields: dict[str, Any] = {"settings": settings, "groups": dict.fromkeys(TAPS, 20)}
+    positions = make_measurements().by_position["combined"]
+    geometry = Geometry(make_points(TAPS, "places", by_position={"batches": positions}, **fields))
     page = geometry.save(tmp_path)
     text = read_sections(page)
     for shown in (text, " ".join(repr(geometry).split()), geometry._repr_html_()):
         assert sentence in shown
-        assert "The places are in 20 groups" in shown
-    assert "places 500 states 3" in text
+        assert "The vectors are in 20 groups" in shown
+    # One place an example is not special.
+    single = {name: [values[0]] for name, values in positions["layer_1"].items()}
+    for by_position in ({}, {"batches": dict.fromkeys(TAPS, single)}):
+        assert sentence not in Geometry(make_points(TAPS, "places", by_position=by_position, **fields))._repr_html_()
+    assert "vectors 500 states 4" in text
 
 
 WARNING = "There are only {}: IsoScore and the ranks are too low; measure more points."

@@ -194,7 +194,7 @@ def measure_batches(
         weights="",
         identity="",
         settings={
-            **asdict(options.settings), "groups": labels.num_groups, "limit": limit, "texts": {},
+            **asdict(options.settings), "groups": labels.num_groups, "limit": limit,
             "special_tokens": special_tokens,
         },
         matrices={},

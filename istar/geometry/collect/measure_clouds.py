@@ -163,8 +163,6 @@ def measure_clouds(
             **asdict(options.settings),
             "groups": min(cloud_labels.num_groups for cloud_labels in all_labels),
             "limit": options.limit,
-            "source": source,
-            "texts": {},
         },
         matrices={},
         final_norm=None,

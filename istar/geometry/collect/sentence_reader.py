@@ -11,6 +11,7 @@ from istar.errors import UserError, check_one_of
 from istar.geometry.collect.batch_reader import BatchReader
 from istar.geometry.collect.state_rows import Places
 from istar.models.special_tokens import special_tokens as find_special_tokens
+from istar.runs.names import POOLED
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -60,14 +61,14 @@ class SentenceReader(BatchReader):
         are_left_out = special_tokens == "exclude"
         self._num_special = [len(ids) if are_left_out else 0 for ids in find_special_tokens(model.tokenizer)]
         super().__init__(model, (self._tokenize(first_batch),), mask=self._find_tokens)
-        self.names = (*self.names, "pooled")
+        self.names = (*self.names, POOLED)
 
     def read(self, batch: list[str]) -> tuple[dict[str, Places], Tensor | None]:
         """Return the states of sentences, `pooled` as one place each, and the token ids; see `BatchReader.read`."""
         features = self._tokenize(batch)
         output, states = self.run((features,))
         pooled = output["sentence_embedding"][..., : self._sentence_model.truncate_dim]
-        places, _ = self.arrange({**states, "pooled": pooled}, (features,))
+        places, _ = self.arrange({**states, POOLED: pooled}, (features,))
         return places, features["input_ids"]
 
     def _tokenize(self, sentences: list[str]) -> dict[str, Any]:

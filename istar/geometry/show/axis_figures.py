@@ -15,7 +15,7 @@ import pandas as pd
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
 from istar.geometry.collect.measures_file import interval_half_width
 from istar.geometry.show import model_figures
-from istar.geometry.show.compare import MeasuredModel
+from istar.geometry.show.compare import MeasuredModel, make_layer_rows
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.measures.catalogue import FIGURES, Measure, find_measure
 from istar.runs.names import COMBINED, FINAL_NORM
@@ -24,6 +24,8 @@ _FINAL_NORM_DEPTH = 1.15
 """Position of the final normalization on the axis of the relative depth, beyond the last layer."""
 _MAX_TICKS = 6
 """Most numbered ticks on an axis of layers."""
+_MAX_NAME = 6
+"""Most characters of the name of a state on a tick."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,11 @@ def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
         ]
         ticks = _make_tick_names(list(model.measurements.all_texts))
         return Axis(model.words["state"], pd.DataFrame(points), ticks, reference=COMBINED)
-    points = []
-    for model in models:
-        keys = {"panel": "", "line": model.label, "groups": model.num_groups}
-        for depth, measures in zip(model.relative_depths, model.layers.values(), strict=True):
-            points.append({**keys, "segment": 0, "x": depth, **measures})
-        if (final_norm := model.measurements.all_texts.get(FINAL_NORM)) is not None:
-            points.append({**keys, "segment": 1, "x": _FINAL_NORM_DEPTH, **final_norm})
+    frame = pd.DataFrame(make_layer_rows(models))
+    depths, groups = frame["relative_depth"], {model.label: model.num_groups for model in models}
+    frame = frame.assign(panel="", line=frame["model"], groups=frame["model"].map(groups))
+    frame = frame.assign(segment=depths.isna().astype(int), x=depths.fillna(_FINAL_NORM_DEPTH))
     ticks = {0.0: "0", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1", _FINAL_NORM_DEPTH: "final\nnorm"}
-    frame = pd.DataFrame(points)
     labels = tuple(model.label for model in models)
     return Axis("relative depth", frame, ticks if frame["segment"].any() else {}, labels=labels)
 
@@ -95,45 +93,36 @@ def make_layer_axis(models: Sequence[MeasuredModel]) -> Axis:
 def _make_cloud_axis(models: Sequence[MeasuredModel]) -> Axis:
     clouds = list(dict.fromkeys(cloud for model in models for cloud in model.measurements.all_texts))
     names = model_figures.shorten_labels(clouds)
-    points = [
-        {
-            "panel": "",
-            "line": names[clouds.index(cloud)] if len(models) == 1 else model.label,
-            "segment": 0,
-            "x": 0.0 if len(models) == 1 else float(clouds.index(cloud)),
-            "groups": model.num_groups,
-            **measures,
-        }
-        for model in models
-        for cloud, measures in model.measurements.all_texts.items()
-    ]
-    # The legend names the clouds of one model.
-    ticks = {0.0: ""} if len(models) == 1 else {float(index): name for index, name in enumerate(names)}
-    labels = tuple(names) if len(models) == 1 else tuple(model.label for model in models)
+    is_single = len(models) == 1  # the legend names its clouds
+    points = []
+    for model in models:
+        for cloud, measures in model.measurements.all_texts.items():
+            index = clouds.index(cloud)
+            place = {"line": names[index], "x": 0.0} if is_single else {"line": model.label, "x": float(index)}
+            points.append({"panel": "", "segment": 0, "groups": model.num_groups, **place, **measures})
+    ticks = {0.0: ""} if is_single else {float(index): name for index, name in enumerate(names)}
+    labels = tuple(names) if is_single else tuple(model.label for model in models)
     return Axis("cloud", pd.DataFrame(points), ticks, kind="columns", labels=labels)
 
 
 def make_step_axis(trainings: Sequence[MeasuredTraining]) -> Axis:
     """Return the axis of the steps: of one training with a line for some layers, of several with one for each."""
+    first = trainings[0]
     if len(trainings) == 1:
-        [training] = trainings
-        layers = list(training.checkpoints[0].measurements.all_texts)
-        rows = [
-            training.select_layer(layer).assign(
-                panel="", line=model_figures.name_tap(layer), groups=training.num_groups
-            )
-            for layer in evenly_spaced(layers)
-        ]
-        points = pd.concat(rows).assign(segment=0).rename(columns={"step": "x"})
-        log = training.has_steps and are_log_spaced(training.steps)
-        return Axis("step" if training.has_steps else "checkpoint, in the given order", points, log=log, ordered=True)
+        layers = evenly_spaced(list(first.checkpoints[0].measurements.all_texts))
+        lines = [("", model_figures.name_tap(layer), first, layer) for layer in layers]
+    else:
+        lines = [("last layer", training.label, training, training.last_layer) for training in trainings]
+        lines += [("final normalization", training.label, training, FINAL_NORM) for training in trainings]
     rows = [
-        training.select_layer(layer).assign(panel=panel, line=training.label, groups=training.num_groups)
-        for training in trainings
-        for panel, layer in (("last layer", training.last_layer), ("final normalization", FINAL_NORM))
+        training.select_layer(layer).assign(panel=panel, line=line, groups=training.num_groups, segment=0)
+        for panel, line, training, layer in lines
     ]
-    points = pd.concat(rows).assign(segment=0).rename(columns={"step": "x"})
-    return Axis("step", points, log=True, labels=tuple(training.label for training in trainings))
+    points = pd.concat(rows).rename(columns={"step": "x"})
+    if len(trainings) > 1:
+        return Axis("step", points, log=True, labels=tuple(training.label for training in trainings))
+    name = "step" if first.has_steps else "checkpoint, in the given order"
+    return Axis(name, points, log=first.has_steps and are_log_spaced(first.steps), ordered=True)
 
 
 def plot_measures(axis: Axis, width: int) -> list[Plot]:
@@ -189,10 +178,11 @@ def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None =
 def _make_tick_names(taps: Sequence[str]) -> dict[float, str]:
     """Return tick labels by position: the embeddings, the final normalization, and at most six layer numbers.
 
-    Other states than the layers of a transformer are numbered from 1.
+    Other states than the layers of a transformer have their names if these are short, or are numbered from 1.
     """
     if taps[0] != "embeddings":
-        return {float(index): str(index + 1) for index in range(0, len(taps), math.ceil(len(taps) / _MAX_TICKS))}
+        labels = taps if max(map(len, taps)) <= _MAX_NAME else list(map(str, range(1, len(taps) + 1)))
+        return {float(index): labels[index] for index in range(0, len(taps), math.ceil(len(taps) / _MAX_TICKS))}
     end = len(taps) - 1 if taps[-1] == FINAL_NORM else len(taps)
     step = math.ceil((end - 1) / _MAX_TICKS) or 1
     # The label of the final normalization needs the space of a step.

@@ -58,9 +58,15 @@ class MeasuredModel:
 
     @property
     def num_points(self) -> int:
-        """Number of points of the last layer, or of all clouds together."""
-        states = [self.last_layer_measures] if self.is_ordered else self.layers.values()
-        return int(sum(measures["points"] for measures in states))
+        """Number of points of all clouds together, or of each state; 0 if the states have different numbers."""
+        counts = [int(measures["points"]) for measures in self.layers.values()]
+        return sum(counts) if not self.is_ordered else counts[0] if len(set(counts)) == 1 else 0
+
+    @property
+    def width(self) -> int:
+        """Number of dimensions of each state; 0 if the states have different numbers."""
+        widths = set(map(self.measurements.width_of, self.measurements.all_texts))
+        return widths.pop() if len(widths) == 1 else 0
 
     @property
     def has_errors(self) -> bool:
@@ -80,23 +86,14 @@ class MeasuredModel:
         """Number of groups of documents for standard errors; 0 for none."""
         return int(self.measurements.settings.get("groups") or 0)
 
-    @property
-    def relative_depths(self) -> list[float]:
-        """Depth of the embeddings and of each layer, from 0 for the embeddings to 1 for the last layer."""
-        last_index = len(self.layers) - 1
-        return [index / max(1, last_index) for index in range(last_index + 1)]
-
-    @property
-    def prediction_matrix(self) -> str:
-        """Name of the embedding matrix nearest to the prediction: `output` if the model has its own, else `input`."""
-        return "output" if "output" in self.measurements.matrices else "input"
-
 
 def describe_points(measured: Measurements) -> list[str]:
     """Return sentences on which rows count: special places, and the groups of rows that standard errors leave out."""
     texts, words, sentences = TEXTS["reading"], TEXTS["words"][measured.kind], []
     if choice := measured.settings.get("special_tokens"):
-        sentences.append(texts[f"{measured.kind}_{choice}"])
+        positions = measured.by_position.get(measured.combined_key, {}).values()
+        if measured.kind == "tokens" or any(len(bins["first"]) > 1 for bins in positions):
+            sentences.append(texts[f"{measured.kind}_{choice}"])
     if measured.groups:
         points = {state: measures["points"] for state, measures in measured.all_texts.items()}
         is_single = all(points[state] == number for state, number in measured.groups.items())
@@ -121,6 +118,13 @@ def choose_labels(arguments: Sequence[ModelArgument], names: Sequence[str], noun
 def name_model(model: Mapping[str, Any]) -> str:
     """Return the short name of `Measurements.model`, with its revision if it has one."""
     return shorten_model_name(model["name"]) + (f" at {model['revision']}" if model.get("revision") else "")
+
+
+def name_measured(measured: Measurements) -> str:
+    """Return the short name of a model or of a file of vectors, or the names of several clouds."""
+    if measured.kind == "points" and len(measured.all_texts) > 1:
+        return join_names(list(measured.all_texts))
+    return name_model(measured.model)
 
 
 def have_same_texts(first: MeasuredModel, other: MeasuredModel) -> bool:
@@ -148,7 +152,7 @@ def describe_other_settings(models: Sequence[MeasuredModel]) -> list[str]:
     for other in models[1:]:
         first_settings, settings = first.measurements.settings, other.measurements.settings
         # The texts are compared by their content, and the size of batches changes no measure.
-        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "batch_tokens", "source"})
+        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "batch_tokens"})
         changes = "; ".join(
             f"{SETTING_NAMES.get(name, name)} {settings.get(name)} instead of {first_settings.get(name)}"
             for name in names
@@ -181,7 +185,7 @@ def join_names(names: Sequence[str]) -> str:
 def make_layer_rows(models: Sequence[MeasuredModel]) -> Iterator[dict[str, Any]]:
     """Yield a row for each layer of each model, with all measures and its relative depth: NaN for a final norm."""
     for model in models:
-        depths = dict(zip(model.layers, model.relative_depths, strict=True))
+        depths = {layer: index / max(1, len(model.layers) - 1) for index, layer in enumerate(model.layers)}
         for tap, measures in model.measurements.all_texts.items():
             depth = depths.get(tap, math.nan)
             yield {"model": model.label, "layer": tap, "relative_depth": depth, **measures}

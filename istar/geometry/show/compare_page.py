@@ -16,7 +16,7 @@ import pandas as pd
 
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
-from istar.drawing.page_tables import Sheet, make_markdown_table
+from istar.drawing.page_tables import Sheet, make_markdown_table, number_entry
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.outputs import Output
@@ -36,7 +36,6 @@ from istar.geometry.show import (
 from istar.geometry.show.axis_figures import Axis
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import ASSUMED_GROUPS, MeasuredTraining, list_last_checkpoints
-from istar.geometry.show.terminal_tables import HEADERS
 from istar.measures.catalogue import MEASURES
 from istar.models.saved_checkpoints import Checkpoint
 from istar.runs.labels import shorten_model_name
@@ -106,7 +105,7 @@ def write_model(measured: Measurements, out: Path, label: str = "", examples: by
     """
     name, revision = measured.model["name"], measured.model["revision"]
     measures_file.read_earlier(out, ModelName(name, revision), measured.identity)
-    label = label or shorten_model_name(name)
+    label = label or compare.name_measured(measured)
     contents = {name: text.encode() for name, text in measures_file.file_contents(measured).items()}
     contents[CARD_FILE] = _make_card(label, measured).encode()
     if examples is not None:
@@ -120,22 +119,21 @@ def write_model(measured: Measurements, out: Path, label: str = "", examples: by
 
 def _make_card(label: str, measured: Measurements) -> str:
     settings, words = measured.settings, TEXTS["words"][measured.kind]
-    headers, cells_by_state = terminal_tables.list_main_measures(measured)
+    headers = terminal_tables.choose_main_measures(measured)
     rows = [
-        [state, *("-" if math.isnan(value) else f"{value:.4g}" for value, _ in cells)]
-        for state, cells in cells_by_state.items()
+        [state, *(number_entry(measures.get(name, math.nan)).text for name in headers)]
+        for state, measures in measured.all_texts.items()
     ]
-    counts = {measures["points"] for measures in measured.all_texts.values()}
-    subject = f"{label} over {max(counts):,.0f} {words['units']}" if len(counts) == 1 else label
+    subject = terminal_tables.make_title(MeasuredModel(label, measured))
     if measured.kind == "tokens":
         subject += (
             f" of {', '.join(settings['texts'])}: {settings['documents']} documents of at most {settings['length']} "
             f"tokens, special tokens {settings['special_tokens']}d, weights in {measured.model['dtype']}"
         )
-    intra_sim = ", IntraSim of the same token in different places" if HEADERS["intra_sim"] in headers else ""
+    intra_sim = ", IntraSim of the same token in different places" if "intra_sim" in headers else ""
     return (
         f"## Geometry of the {words['vectors']}\n\n{subject}. Measured by istar {version('istar')}.\n\n"
-        f"{make_markdown_table([[words['state'], *headers], *rows])}\n\n"
+        f"{make_markdown_table([[words['state'], *headers.values()], *rows])}\n\n"
         f"IsoScore is 1 if the {words['vectors']} vary equally in all directions, and 0 if they vary in one. InterSim "
         f"is the average cosine of different {words['units']}{intra_sim}, TwoNN an intrinsic dimension, the rank an "
         "effective rank.\n"
@@ -205,8 +203,8 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
         {
             model.words["units"]: model.num_points,
             "texts": len(model.measurements.settings.get("texts", {})),
-            model.words["states"]: len(model.layers) - (model.measurements.kind == "tokens"),
-            "dimensions": model.measurements.width,
+            model.words["states"]: len(model.layers) - 1 if content.is_of_texts else len(model.measurements.all_texts),
+            "dimensions": model.width,
             "tokens in the vocabulary": model.measurements.matrices.get("input", {}).get("raw", {}).get("rows", 0),
         }
         for model in content.models

@@ -13,7 +13,7 @@ from istar.geometry.show import compare
 from istar.geometry.show.compare import TEXTS, MeasuredModel, join_names, list_names
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.measures.catalogue import MEASURES, Measure
-from istar.runs.names import FINAL_NORM
+from istar.runs.names import FINAL_NORM, POOLED
 
 MAX_LINES = 5
 _POINTS_PER_DIMENSION, _GROUPS_PER_DIMENSION = 10, 1
@@ -80,7 +80,8 @@ def _find_values(measured: Measurements, name: str) -> dict[str, float]:
 
 def _compare_norms(measured: Measurements) -> dict[str, float]:
     norms = _find_values(measured, "average_norm")
-    norms.pop(FINAL_NORM, None)  # it changes the norm by design
+    # What normalizes changes the norm by design.
+    norms = {state: norm for state, norm in norms.items() if "norm" not in state.lower() and state != POOLED}
     smallest = min(filter(math.isfinite, norms.values()), default=0.0)
     return {layer: norm / smallest for layer, norm in norms.items()} if smallest > 0 else {}
 
@@ -261,5 +262,5 @@ def name_state(measured: Measurements, state: str) -> str:
     name = state.replace("_", " ")
     if state.startswith("layer_"):
         return name
-    is_module = measured.kind == "places" and state not in ("embeddings", "pooled", FINAL_NORM)
+    is_module = measured.kind == "places" and state not in ("embeddings", FINAL_NORM)
     return f"the state {state}" if is_module else f"the {name}"

@@ -55,11 +55,12 @@ def find_missing_measures(plot: Plot) -> list[str]:
 
 def make_measure_panel(measure: Measure, lines: Sequence[Line], width: int, title: str = "") -> Panel:
     """Return a panel of a measure, with the bounds and the scale of the y axis that suit it."""
+    values = [y for line in lines for y in line.y]
     bounds = None
     if measure.bounds is not None:
         low, high = measure.bounds
-        bounds = (low, float(width) if high == "d" else high)
-    values = [y for line in lines for y in line.y]
+        # Cosines that are not negative need no axis from -1 on.
+        bounds = (low if any(y < 0 for y in values) else max(low, 0), float(width) if high == "d" else high)
     low_ends = [y - error for line in lines if line.y_error for y, error in zip(line.y, line.y_error, strict=True)]
     # A logarithmic axis cannot show an interval that reaches 0.
     log_y = measure.log and need_log_axis(values) and not any(low_end <= 0 for low_end in low_ends)
@@ -145,7 +146,7 @@ def plot_states(models: Sequence[MeasuredModel], ordered: bool = False) -> list[
         make_figure("spectra", spectra, "number of the singular value", **options, log_y=True, share_axes=True),
         make_figure("scales", scale_panels, "number n of the nearer neighbour", **options),
         make_figure("state_norms", norm_panels, "norm", "ridges", **options),
-        make_figure("positions", _make_bin_panels(states, "by_position"), "position of the {unit}", **options),
+        make_figure("positions", _make_bin_panels(states, "by_position"), "position in the input", **options),
         make_figure(
             "frequency", _make_bin_panels(states, "by_frequency"), "occurrences of the token's type", **options
         ),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from istar.drawing.page_tables import Entry, Sheet, number_entry
+from istar.drawing.page_tables import Entry, Sheet, group_rows_by_model, number_entry
 from istar.geometry.collect.measures_file import Measurements, interval_half_width, layer_frame, t_quantile
 from istar.geometry.show import compare
 from istar.geometry.show.compare import TEXTS, MeasuredModel
@@ -77,7 +77,8 @@ def join_sheets(models: Sequence[MeasuredModel], build: Callable[[Measurements],
     return replace(longest, rows_by_group=groups, frame=pd.concat(frames, ignore_index=True))
 
 
-def _number_with_interval(measures: Mapping[str, float], name: str, num_groups: int) -> Entry:
+def number_with_interval(measures: Mapping[str, float], name: str, num_groups: int) -> Entry:
+    """Return a table cell with a measure and its 95% interval, if it has one."""
     error = measures.get(f"{name}_error", math.nan)
     return number_entry(measures.get(name, math.nan), interval_half_width(name, error, num_groups))
 
@@ -97,7 +98,7 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
             [
                 Entry(name_tap(tap)),
                 number_entry(measures["points"]),
-                *(_number_with_interval(measures, name, model.num_groups) for name in names),
+                *(number_with_interval(measures, name, model.num_groups) for name in names),
             ]
             for tap, measures in taps.items()
         ]
@@ -131,7 +132,8 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     rows, shown = [], []
     for model in models:
         measurements, measures = model.measurements, model.last_layer_measures
-        measures_by_form = measurements.matrices.get(model.prediction_matrix, {})
+        matrix_name = "output" if "output" in measurements.matrices else "input"
+        measures_by_form = measurements.matrices.get(matrix_name, {})
         final_norm = measurements.final_norm or {}
         row = {
             "model": model.label,
@@ -140,13 +142,13 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
             "dimensions": measurements.width,
             "points": measures["points"],
             **{name: measures.get(name, math.nan) for name in compare.SUMMARY_MEASURES},
-            "matrix": model.prediction_matrix,
+            "matrix": matrix_name,
             **{f"partition_{form}": matrix["partition_isotropy_both"] for form, matrix in measures_by_form.items()},
             "norm_ratio": measures_by_form["raw"]["norm_ratio"] if measures_by_form else math.nan,
             "gain": final_norm.get("gain", math.nan),
             "bias": final_norm.get("bias", math.nan),
         }
-        cells = {name: _number_with_interval(measures, name, model.num_groups) for name in compare.SUMMARY_MEASURES}
+        cells = {name: number_with_interval(measures, name, model.num_groups) for name in compare.SUMMARY_MEASURES}
         rows.append({**row, "weights": measurements.weights})
         shown.append({**row, **cells})
     return _make_sheet("models", pd.DataFrame(shown), pd.DataFrame(rows))
@@ -182,19 +184,19 @@ def build_training_sheet(trainings: Sequence[MeasuredTraining]) -> Sheet:
 def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     """Return the table of differences from the first model: of the last layers, and in the CSV of all layers."""
     rows = compare.compute_all_differences(models)
-    rows_by_model: dict[str, list[list[Entry]]] = {}
-    for row in filter(itemgetter("is_last"), rows):
+
+    def format_row(row: Mapping[str, Any]) -> list[Entry]:
         numbers = [number_entry(row["value"]), number_entry(row["value_of_first"])]
         difference = number_entry(row["difference"], (row["high"] - row["low"]) / 2)
         cloud = "" if models[0].is_ordered else f", {row['layer']}"
-        entries = [Entry(MEASURE_TITLES[row["measure"]] + cloud), *numbers, difference, Entry(row["method"])]
-        rows_by_model.setdefault(row["model"], []).append(entries)
+        return [Entry(MEASURE_TITLES[row["measure"]] + cloud), *numbers, difference, Entry(row["method"])]
+
     subject = models[0].words["subject"]
     return Sheet(
         "differences",
         *_get_texts("differences", models[0].words),
         ("measure", subject, f"first\n{subject}", "difference", "error"),
-        rows_by_model,
+        group_rows_by_model(filter(itemgetter("is_last"), rows), format_row),
         pd.DataFrame(rows),
         group_header=subject,
     )

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
-from istar.drawing.page_tables import number_entry
+from istar.drawing.page_tables import break_header, number_entry
 from istar.drawing.terminal import make_console
-from istar.geometry.collect.measures_file import Measurements, interval_half_width
+from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show.compare import SUMMARY_MEASURES, TEXTS, MeasuredModel, describe_points
 from istar.geometry.show.measured_training import MeasuredTraining
@@ -26,50 +26,49 @@ HEADERS = {
     "effective_rank": "rank",
 }
 """Headers of the measures in the terminal table."""
+_MAX_COLUMNS = 7
+"""Most columns of numbers that fit into a line of 80 characters."""
 _SUMMARY_HEADERS = {**{name: HEADERS[name] for name in SUMMARY_MEASURES}, "partition_raw": "I(W)"}
 """Headers of the tables with a row for each model, by the column of `build_model_sheet`."""
-_MAX_UNBROKEN_LABEL = 16
-"""Most characters of a label of a row that is never broken into lines."""
 _TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W), input", "I(W), output")
 """Columns of the table for the terminal; more would break headers and names within a line of 80 characters."""
 
 
+def make_title(model: MeasuredModel) -> str:
+    """Return how much was measured, such as "2 clouds of 500 points in 24 dimensions"."""
+    units, states = model.words["units"], model.measurements.all_texts
+    counts = {measures["points"] for measures in states.values()}
+    size = f"{max(counts):,.0f} {units}" if len(counts) == 1 else units
+    size += f" in {model.width:,} dimensions" if model.width and model.measurements.kind != "tokens" else ""
+    if not model.is_ordered and len(states) > 1:
+        return f"{len(states)} clouds of {size}"
+    # The label of points in memory is the word for them.
+    return size if model.label == units else f"{model.label} · {size}" if len(counts) == 1 else model.label
+
+
 def make_model_table(label: str, measured: Measurements) -> Table:
     """Return a terminal table of the main measures of each layer or cloud, over all texts together."""
-    headers, values_by_tap = list_main_measures(measured)
-    words = TEXTS["words"][measured.kind]
-    counts = {measures["points"] for measures in measured.all_texts.values()}
-    title = f"{label} · {max(counts):,.0f} {words['units']}" if len(counts) == 1 else label
+    model, headers = MeasuredModel(label, measured), choose_main_measures(measured)
+    if len(headers) > _MAX_COLUMNS:
+        del headers["intra_sim"]
     matrix_texts = [
         f"{side} embeddings {form.replace('_', '-')} {number_entry(measures['partition_isotropy_both']).text}"
         for side, forms in measured.matrices.items()
         for form, measures in forms.items()
     ]
     matrices = [f"I(W), both signs: {'; '.join(matrix_texts)}."] if matrix_texts else []
-    rows = {tap: [value for value, _ in cells] for tap, cells in values_by_tap.items()}
-    return number_table(title, words["state"], headers, rows, " ".join([*describe_points(measured), *matrices]))
+    rows = {state: [measures.get(name, math.nan) for name in headers] for state, measures in measured.all_texts.items()}
+    caption = " ".join([*describe_points(measured), *matrices])
+    return number_table(make_title(model), model.words["state"], headers.values(), rows, caption)
 
 
-def list_main_measures(measured: Measurements) -> tuple[list[str], dict[str, list[tuple[float, float]]]]:
-    """Return the headers of the main measures, and by state their values and the half-widths of their 95% intervals.
-
-    States with different numbers of points have these as the first column.
-    """
-    states, num_groups = measured.all_texts, int(measured.settings.get("groups") or 0)
-    headers = {name: header for name, header in HEADERS.items() if any(name in values for values in states.values())}
-    if len({measures["points"] for measures in states.values()}) > 1:
+def choose_main_measures(measured: Measurements) -> dict[str, str]:
+    """Return the headers of the main measures by name, first the number of points if states differ in it."""
+    states = measured.all_texts.values()
+    headers = {name: header for name, header in HEADERS.items() if any(name in values for values in states)}
+    if len({measures["points"] for measures in states}) > 1:
         headers = {"points": TEXTS["words"][measured.kind]["units"], **headers}
-    cells = {
-        state: [
-            (
-                measures.get(name, math.nan),
-                interval_half_width(name, measures.get(f"{name}_error", math.nan), num_groups),
-            )
-            for name in headers
-        ]
-        for state, measures in states.items()
-    }
-    return list(headers.values()), cells
+    return headers
 
 
 def number_table(
@@ -79,17 +78,24 @@ def number_table(
     rows: Mapping[str, Iterable[float]],
     caption: str | None = None,
 ) -> Table:
-    """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash.
+    """Return a terminal table of numbers with a labelled row for each item of `rows`; NaN is shown as a dash."""
+    texts = [[label, *(number_entry(number).text for number in numbers)] for label, numbers in rows.items()]
+    return text_table(title, [label_header, *headers], texts, caption=caption)
 
-    Short labels stay on one line, even if the terminal is too narrow for all columns.
-    """
+
+def text_table(
+    title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], num_labels: int = 1, caption: str | None = None
+) -> Table:
+    """Return a terminal table whose first columns, the labels, break into lines, and whose numbers do not."""
     # Without space after the cells, eight columns fit into 80 characters.
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", padding=(0, 0, 0, 1))
-    table.add_column(label_header, overflow="fold", no_wrap=all(len(label) <= _MAX_UNBROKEN_LABEL for label in rows))
-    for header in headers:
-        table.add_column(header, justify="right", overflow="fold")
-    for label, numbers in rows.items():
-        table.add_row(label, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
+    for index, header in enumerate(headers):
+        if index < num_labels:
+            table.add_column(header, overflow="fold")
+        else:
+            table.add_column(break_header(header), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -109,17 +115,9 @@ def make_checkpoint_table(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint
 
 
 def make_comparison_table(models: Sequence[MeasuredModel]) -> Table:
-    """Return a table with a row for each model, or for each cloud."""
-    if all(model.measurements.kind == "tokens" for model in models):
-        title = "The last layer of each model, and I(W) by both signs"
-        return number_table(title, "model", _SUMMARY_HEADERS.values(), _summarize(models))
-    measures = {model.label: model.last_layer_measures for model in models}
-    if not models[0].is_ordered:
-        measures = {f"{model.label} {cloud}": values for model in models for cloud, values in model.layers.items()}
-    names = [name for name in SUMMARY_MEASURES if any(name in values for values in measures.values())]
-    rows = {label: [values.get(name, math.nan) for name in names] for label, values in measures.items()}
-    title, header = ("The last state of each model", "model") if models[0].is_ordered else ("The clouds", "cloud")
-    return number_table(title, header, [HEADERS[name] for name in names], rows)
+    """Return a table with a row for each model of texts."""
+    title = "The last layer of each model, and I(W) by both signs"
+    return number_table(title, "model", _SUMMARY_HEADERS.values(), _summarize(models))
 
 
 def _summarize(models: Sequence[MeasuredModel]) -> dict[str, list[float]]:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import scipy.stats
 
-from istar.drawing.plot import Plot
+from istar.drawing.plot import Line, Plot
 from istar.geometry.show import axis_figures, measured_training, model_figures
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_figures import LAYER_MEASURES
+from istar.measures.catalogue import find_measure
 from istar.models.saved_checkpoints import Checkpoint
 from tests.geometry.synthetic import TAPS, WIDTH, make_measurements, make_model, make_value
 
@@ -190,6 +191,17 @@ def test_ticks_have_room(num_taps: int, has_norm: bool) -> None:
     assert names[0.0] == "emb."
     assert min(after - before for before, after in itertools.pairwise(sorted(names))) >= math.ceil(num_taps / 7)
     assert (names.get(float(num_taps)) == "final\nnorm") == has_norm
+
+
+def test_states_with_short_names_have_these_on_the_axis() -> None:
+    assert axis_figures._make_tick_names(["0", "3", "fc"]) == {0.0: "0", 1.0: "3", 2.0: "fc"}
+    assert axis_figures._make_tick_names(["0", "classifier"]) == {0.0: "1", 1.0: "2"}
+
+
+def test_the_axis_of_cosines_begins_at_0_unless_they_are_negative() -> None:
+    for value, low in ((0.5, 0), (-0.5, -1)):
+        lines = [Line("a", (0.0, 1.0), (value, math.nan))]
+        assert model_figures.make_measure_panel(find_measure("inter_sim"), lines, WIDTH).y_bounds == (low, 1)
 
 
 def test_labels_differ_and_are_short() -> None:

@@ -47,8 +47,10 @@ def test_a_usual_model() -> None:
         "In all layers, the variance is spread as if over 8 of 24 directions (IsoScore 0.30; 1 is evenly over all, 0 a "
         "single one), and two random tokens have an average cosine of 0.20.",
     ]
-    # The final normalization is there to change the norm.
-    assert find_flags(make_usual({"final_norm": {"average_norm": 500.0}})) == []
+    # What normalizes is there to change the norm.
+    states = {"block": 10.0, "block.norm2": 500.0, "encoder.LayerNorm": 0.1, "final_norm": 500.0, "pooled": 1.0}
+    norms = {state: {**USUAL_MEASURES, "average_norm": norm} for state, norm in states.items()}
+    assert find_flags(make_usual(sources={"text": norms}, spectra={}, kind="places")) == []
     undefined = dict.fromkeys(USUAL_MEASURES, math.nan) | {"points": 10_000.0}
     assert describe_single(make_usual(dict.fromkeys(TAPS, undefined))) == ["No measure is unusual."]
 
@@ -78,7 +80,7 @@ def test_the_first_token_and_the_embedding_matrices() -> None:
     columns = {"first": [0, 1, 2], "norm": [9.0, 2.0, 1.0], "points": [5, 5, 15]}
     ratio = 9.0 / ((5 * 2.0 + 15 * 1.0) / 20)
     assert find_flags(make_usual(by_position={"text": {"layer_1": columns}})) == [
-        f"The first token of the model's input has {ratio:.0f} times the average norm of the others in layer 1."
+        f"The first token of each input has {ratio:.0f} times the average norm of the others in layer 1."
     ]
     # Without tokens at position 0, or at other positions, there is nothing to compare.
     for other in ({**columns, "first": [1, 2, 4]}, {"first": [0], "norm": [9.0], "points": [5]}):

@@ -119,7 +119,7 @@ def test_the_page_of_a_model(pages: dict[str, Path]) -> None:
     texts = pd.read_csv(pages["model"] / "tables" / "texts.csv", index_col="text")
     assert texts.loc["news", "bytes_per_document"] == 50
     card = (pages["model"] / "card.md").read_text()
-    assert "model over 500 tokens of news, talk: separate documents of at most 512 tokens, special" in card
+    assert "model · 500 tokens of news, talk: separate documents of at most 512 tokens, special" in card
     [row] = [line.split(" | ") for line in card.splitlines() if line.startswith("| layer_1")]
     assert float(row[1]) == pytest.approx(make_measurements().all_texts["layer_1"]["isoscore"], abs=1e-4)
 
