@@ -89,14 +89,20 @@ def number_table(
     for header in headers:
         table.add_column(header, justify="right", overflow="fold")
     for label, numbers in rows.items():
-        table.add_row(label, *("-" if math.isnan(number) else f"{number:.4g}" for number in numbers))
+        table.add_row(label, *map(_format_number, numbers))
     return table
+
+
+def _format_number(number: float) -> str:
+    if math.isnan(number):
+        return "-"
+    return f"{number:,.0f}" if number >= 10_000 and number == round(number, 0) else f"{number:.4g}"
 
 
 def to_plain_text(table: Table) -> str:
     """Return a table as plain text, with lines of at most 80 characters."""
     file = io.StringIO()
-    make_console(file=file, width=80, color_system=None).print(table)
+    make_console(file=file, width=80, color_system=None, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
