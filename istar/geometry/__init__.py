@@ -1,1 +1,1 @@
-"""The geometry of vectors and of the states of models, for `istar.measure`, `istar.compare` and their commands."""
+"""The geometry of whole models over a corpus, for `istar measure`, `istar compare` and `istar correlate`."""

@@ -1,1 +1,1 @@
-"""From vectors, texts or batches to measures: the passes over them, and the accumulators of each state."""
+"""From texts to measures: the pass of a model over a corpus and the accumulators of its layers."""
