@@ -72,7 +72,9 @@ def test_measuring_is_compared_with_the_forward_pass_of_an_encoder_or_a_decoder(
 # ---- benchmarks.vectors
 
 
-def test_a_cloud_and_its_neighbours_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cloud_and_its_neighbours_are_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(vectors, "CASES", (vectors.Case(2_000, 8, "basic", 2),))
     monkeypatch.setattr("sys.argv", ["vectors", "--share", "0.1", "--rounds", "1"])
     vectors.main()
