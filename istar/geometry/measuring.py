@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from istar.drawing.terminal import make_console
-from istar.errors import UserError, check_at_least, check_one_of, did_you_mean
+from istar.errors import UserError, check_one_of, did_you_mean
 from istar.geometry.collect.labels import make_labels
 from istar.geometry.collect.layers import MeasureSet
 from istar.geometry.collect.pass_settings import MeasureSettings, PassOptions, SpecialTokens, SumSettings
@@ -143,8 +143,8 @@ def measure(
     }  # fmt: skip
     _check_options(what, [name for name, value in given.items() if value is not None] + list(unknown))
     check_one_of("measures", measures, get_args(MeasureSet))
-    for name, value, minimum in (("limit", limit, 1), ("sample", sample, 0), ("length", length, 0)):
-        check_at_least(minimum, name, value)
+    if sample < 0 or (limit is not None and limit < 1):
+        raise UserError(f"sample={sample}, limit={limit}; expected a sample of 0 or more, and a limit of 1 or more")
     settings = SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed)
     console = make_console(stderr=True) if progress else None
     options = PassOptions(settings, make_labels(NUM_GROUPS, groups, ids), limit, NUM_EXAMPLES, console)
