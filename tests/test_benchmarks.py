@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import common, finetune, geometry, waiting
+from benchmarks import common, finetune, geometry, vectors, waiting
 
 # ---- rotation and paired ratios
 
@@ -67,6 +67,21 @@ def test_measuring_is_compared_with_the_forward_pass_of_an_encoder_or_a_decoder(
     output = capsys.readouterr().out
     assert f"{'decoder' if model else 'encoder'} of 1 layers of 32, {'bf16' if model else 'float32'}, cpu" in output
     assert "istar measure" in output
+
+
+# ---- benchmarks.vectors
+
+
+def test_a_cloud_and_its_neighbours_are_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vectors, "CASES", (vectors.Case(2_000, 8, "basic", 2),))
+    monkeypatch.setattr("sys.argv", ["vectors", "--share", "0.1", "--rounds", "1"])
+    vectors.main()
+    output = capsys.readouterr().out
+    assert "load of the machine" in output
+    for row in ("200 x 8", "10 nearest neighbours of 1,000 x 384", vectors.PEER):
+        assert row in output
 
 
 # ---- benchmarks.finetune

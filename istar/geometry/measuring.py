@@ -150,6 +150,8 @@ def measure(
     }  # fmt: skip
     _check_options(what, [name for name, value in given.items() if value is not None] + list(unknown))
     check_one_of("measures", measures, get_args(MeasureSet))
+    if sample < 0 or (limit is not None and limit < 1):
+        raise UserError(f"sample={sample}, limit={limit}; expected a sample of 0 or more, and a limit of 1 or more")
     settings = SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed)
     console = make_console(stderr=True) if progress else None
     if what == "points":

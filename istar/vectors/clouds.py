@@ -109,7 +109,8 @@ def _cloud_of_frame(label: str, frame: "pd.DataFrame", min_points: int) -> Cloud
     if others:
         raise UserError(
             f"{label}: {len(others)} of {frame.shape[1]} columns are not floating: {shorten(', '.join(others), 60)}; "
-            'expected floating columns; choose some, or convert them with .astype("float32")'
+            'expected floating columns; choose some, or convert them with .astype("float32"); '
+            "numpy.stack joins a column of vectors"
         )
     # Columns of pandas' own dtypes name the dtype of NumPy; a missing value becomes NaN.
     dtype = np.result_type(*(getattr(dtype, "numpy_dtype", dtype) for dtype in frame.dtypes), np.float16)

@@ -1,5 +1,6 @@
 """The object of what was measured: its table, figures, text, files, and that files give the same object again."""
 
+import builtins
 import json
 import math
 import subprocess
@@ -191,6 +192,14 @@ def test_text_for_terminals_and_notebooks(content: Any) -> None:
     assert "±" in html
     assert "<b>" not in html
     assert "<img" not in html
+
+
+def test_the_text_is_not_shown_in_a_notebook_that_has_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ZMQInteractiveShell:
+        """The class by which rich knows a notebook, where it shows what it prints."""
+
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    assert "IsoScore" in repr(Geometry(CLOUDS))
 
 
 def test_figures_are_drawn_as_on_the_page_and_outside_of_pyplot() -> None:

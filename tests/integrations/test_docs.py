@@ -1,4 +1,4 @@
-"""Every example of `docs/your_own_training.md` runs, section by section, with a tiny model and few examples."""
+"""The examples of the README, of `docs/your_own_training.md` and of `docs/measuring.md` run, on tiny models."""
 
 import importlib.util
 import re
@@ -6,12 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+import istar
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "your_own_training.md"
+MEASURING = REPOSITORY / "docs" / "measuring.md"
 BLOCK = re.compile(r"^```(?:python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^[+ ]?(?:import|from) ([\w.]+)", re.MULTILINE)
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "ran", "away"]
@@ -175,6 +179,83 @@ def test_each_section_runs(title, tmp_path, monkeypatch):
     namespace: Names = {"__name__": "__main__", **make_names()}
     for block in blocks:
         exec(compile(apply_difference(block), f"{PAGE.name}: {title}", "exec"), namespace)
+
+
+SHAPE: Names = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def make_subjects() -> Names:
+    """Return what the README and docs/measuring.md measure, and write the files that they name."""
+    generator = np.random.default_rng(0)
+    queries, corpus = generator.normal(size=(2, 60, 8)).astype("float32")
+    vit_config = transformers.ViTConfig(image_size=16, patch_size=8, **SHAPE)
+    convolutions = [torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Dropout(), torch.nn.Conv2d(8, 8, 3)]
+    network = torch.nn.ModuleDict({"blocks": torch.nn.Sequential(torch.nn.Linear(16, 8)), "head": torch.nn.ReLU()})
+    network.forward = lambda images: network.head(network.blocks(images.flatten(2)[:, :, :16]))
+    texts = [" ".join(WORDS[i : i + 4]) for i in range(5, 8)] * 5
+    np.save("embeddings.npy", queries)
+    np.save("vectors.npy", queries)
+    np.savez("vectors.npz", queries=queries, corpus=corpus)
+    Path("wiki.txt").write_text("\n".join(texts))
+    names = make_encoder()
+    names["model"].save_pretrained("my-bert")
+    names["tokenizer"].save_pretrained("my-bert")
+    return {
+        **names,
+        "vectors": queries,
+        "queries": queries,
+        "corpus": corpus,
+        "documents": [row // 3 for row in range(60)],
+        "names": list(range(60)),
+        "vit": transformers.ViTModel(vit_config),
+        "loader": torch.utils.data.DataLoader(torch.rand(12, 3, 16, 16), batch_size=4),
+        "network": network,
+        "convolutions": torch.nn.Sequential(*convolutions),
+        "texts": texts,
+        "news": texts[:10],
+        "sentences": texts,
+    }
+
+
+def make_encoder() -> Names:
+    config = transformers.BertConfig(vocab_size=len(WORDS), **SHAPE)
+    return {
+        "model": transformers.BertModel(config),
+        "tuned": transformers.BertModel(config),
+        "tokenizer": transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)}),
+    }
+
+
+def test_the_first_lines_of_the_readme_run(tmp_path, monkeypatch, blank_figures):
+    monkeypatch.chdir(tmp_path)
+    names = make_subjects()
+    exec(BLOCK.findall((REPOSITORY / "README.md").read_text(encoding="utf-8"))[0], names)
+    assert names["geometry"].states == ("embeddings", "layer_1", "layer_2")
+    assert (tmp_path / "geometry" / "index.html").is_file()
+
+
+def test_the_lines_on_measuring_run(tmp_path, monkeypatch, blank_figures):
+    monkeypatch.chdir(tmp_path)
+    names = make_subjects()
+    blocks = [block for block in BLOCK.findall(MEASURING.read_text(encoding="utf-8")) if "SentenceT" not in block]
+    istar.measure(names["queries"] + 1).save("geometry-tuned")
+    for block in blocks:
+        exec(compile(block, MEASURING.name, "exec"), names)
+    assert names["comparison"].table.set_index("measure").loc["isoscore", "difference"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_lines_on_sentence_transformers_run(tmp_path, monkeypatch):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    monkeypatch.chdir(tmp_path)
+    names = make_subjects() | {"istar": istar}
+    names["model"].save_pretrained("encoder")
+    names["tokenizer"].save_pretrained("encoder")
+    modules = sentence_transformers.sentence_transformer.modules
+    parts = [modules.Transformer("encoder"), modules.Pooling(16)]
+    sentence_transformers.SentenceTransformer(modules=parts, device="cpu").save("my-sentence-model")
+    [block] = [block for block in BLOCK.findall(MEASURING.read_text(encoding="utf-8")) if "SentenceT" in block]
+    exec(compile(block, MEASURING.name, "exec"), names)
 
 
 def test_the_lines_of_the_readme_run_on_a_random_decoder():

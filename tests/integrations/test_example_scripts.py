@@ -1,4 +1,4 @@
-"""The scripts in `examples/` run on tiny models, lower the isotropy, and print the score of the trained model."""
+"""The scripts in `examples/` run: those that train lower the isotropy, and all print the right scores."""
 
 import json
 import random
@@ -20,7 +20,7 @@ from tests.oracles import algorithm_1
 datasets = pytest.importorskip("datasets")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((REPOSITORY / "examples").glob("*.py"))
+EXAMPLES_FOLDER = REPOSITORY / "examples"
 ROW = re.compile(r"^\| [^|]+ \| \[(\w+\.py)\]\((\w+\.py)\) \| `[a-z ]+ examples/(\w+\.py)` \|$", re.MULTILINE)
 WORDS = [f"w{index}" for index in range(40)]
 SHAPE: dict[str, Any] = {
@@ -105,9 +105,9 @@ def compute_naive_score(model: nn.Module, tokenizer: Any, rows: list[list[str]])
 
 # The scripts are about the penalty; warnings of libraries about so small a training do not matter.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", EXAMPLES)
 def test_a_script_lowers_the_isotropy_and_prints_the_score(script, inputs, tmp_path, monkeypatch, capsys):
-    example = EXAMPLES[script.name]
+    example = EXAMPLES[script]
     pytest.importorskip(example.library)
     rows_by_split = {"train": make_rows(example.columns, 64, 1), "validation": make_rows(example.columns, 16, 2)}
     (tmp_path / "data").mkdir()
@@ -118,9 +118,9 @@ def test_a_script_lowers_the_isotropy_and_prints_the_score(script, inputs, tmp_p
 
     def run(weight: str) -> float:
         options = ["--model", str(inputs / example.model), "--data", "data", "--epochs", "3", "--learning-rate", "0.02"]
-        monkeypatch.setattr(sys, "argv", [str(script), *options, "--weight", weight])
+        monkeypatch.setattr(sys, "argv", [script, *options, "--weight", weight])
         torch.manual_seed(0)
-        names = runpy.run_path(str(script), run_name="__main__")
+        names = runpy.run_path(str(EXAMPLES_FOLDER / script), run_name="__main__")
         last_line = capsys.readouterr().out.splitlines()[-1].strip()
         printed_score = float(last_line.removeprefix("IsoScore of the last layer: "))
         tokenizer = hf.AutoTokenizer.from_pretrained(inputs / example.model)
@@ -132,7 +132,51 @@ def test_a_script_lowers_the_isotropy_and_prints_the_score(script, inputs, tmp_p
     assert run("-5") < 0.2 * run("0")
 
 
-def test_the_table_of_the_readme_lists_every_script():
-    rows = ROW.findall((REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8"))
+def score_vectors(names: dict[str, Any]) -> dict[str, float]:
+    return {"points": algorithm_1(torch.from_numpy(names["vectors"]).double()).item()}
+
+
+@torch.no_grad()
+def score_layers(names: dict[str, Any]) -> dict[str, float]:
+    states = {"0.0": names["network"][0][0](names["inputs"]), "3": names["network"](names["inputs"])}
+    return {name: algorithm_1(points.double()).item() for name, points in states.items()}
+
+
+@torch.no_grad()
+def score_models(names: dict[str, Any]) -> dict[str, float]:
+    model = names["tuned"].eval()
+    states = model(names["tokens"], output_hidden_states=True).hidden_states
+    tap_names = ["embeddings", "layer_1", "layer_2", "layer_3"]
+    return {
+        name: algorithm_1(state.flatten(0, 1).double()).item() for name, state in zip(tap_names, states, strict=True)
+    }
+
+
+MEASURING = {
+    "measure_vectors.py": ("geometry", score_vectors),
+    "measure_layers.py": ("after", score_layers),
+    "compare_models.py": ("isoscores", score_models),
+}
+"""By script, the name of its table or geometry, and the IsoScores by state in float64."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("script", MEASURING)
+def test_a_script_measures_what_it_prints(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script])
+    names = runpy.run_path(str(EXAMPLES_FOLDER / script), run_name="__main__")
+    result, compute_scores = MEASURING[script]
+    scores = names[result]["other" if script == "compare_models.py" else "isoscore"]
+    output = capsys.readouterr().out
+    for state, score in compute_scores(names).items():
+        assert scores[state] == pytest.approx(score, rel=1e-5)
+        assert f"{score:.3f}" in output or f"{score:.4g}" in output
+    assert len((EXAMPLES_FOLDER / script).read_text(encoding="utf-8").splitlines()) < 40
+
+
+def test_the_tables_of_the_readme_list_every_script():
+    rows = ROW.findall((EXAMPLES_FOLDER / "README.md").read_text(encoding="utf-8"))
     assert rows == [(row[0],) * 3 for row in rows]
-    assert sorted(row[0] for row in rows) == [path.name for path in SCRIPTS] == sorted(EXAMPLES)
+    names = [path.name for path in EXAMPLES_FOLDER.glob("*.py")]
+    assert sorted(row[0] for row in rows) == sorted(names) == sorted([*EXAMPLES, *MEASURING])

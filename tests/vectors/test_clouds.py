@@ -137,6 +137,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "ragged tensors": ([torch.zeros(3), torch.zeros(2)], "expected rows of equal length"),
     "frame with other columns": (pd.DataFrame(POINTS).assign(id=1, text="a"),
         "2 of 7 columns are not floating: id, text; expected floating columns"),
+    "frame with a column of vectors": (pd.DataFrame({"vector": list(POINTS)}), "numpy.stack joins a column of vectors"),
     "named": ({"corpus": POINTS[0]}, "corpus: the shape is (5,)"),
     "no clouds": ({}, "the mapping has no clouds; expected at least one name with points"),
     "nothing": (None, "a NoneType of objects; expected numbers"),

@@ -102,7 +102,7 @@ def text_table(
 def to_plain_text(table: Table) -> str:
     """Return a table as plain text, with lines of at most 80 characters."""
     file = io.StringIO()
-    make_console(file=file, width=80, color_system=None).print(table)
+    make_console(file=file, width=80, color_system=None, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
