@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from istar.measures.norms import Norms
-from istar.measures.numerics import accumulation_dtype, full_precision, upcast_blocks
+from istar.measures.numerics import accumulation_dtype, full_precision, spread_indices, upcast_blocks
 from istar.measures.partition import add_to_log_partition_function
 from istar.measures.postprocess import count_top_components
 from istar.measures.spectrum import RowSpectrum, decompose_rows
@@ -98,10 +98,9 @@ def project_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum], max_rows: i
     Returns:
         A dictionary with the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
     """
-    num_rows = min(max_rows, len(matrix))
-    row_ids = torch.linspace(0, len(matrix) - 1, num_rows, dtype=torch.float64, device="cpu").round().long()
-    rows = matrix[row_ids.to(matrix.device)].to(accumulation_dtype(matrix.device))
-    projection: dict[str, Any] = {"ids": row_ids.tolist()}
+    row_ids = spread_indices(max_rows, len(matrix))
+    rows = matrix[row_ids].to(accumulation_dtype(matrix.device))
+    projection: dict[str, Any] = {"ids": row_ids}
     for form, spectrum in spectra.items():
         axes = fix_signs(spectrum.vectors[:, :2])
         projection[form] = [round_digits(column, 4) for column in ((rows - spectrum.origin) @ axes).T.tolist()]

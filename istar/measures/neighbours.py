@@ -13,6 +13,7 @@ from istar.measures.numerics import (
     check_matrix,
     full_precision,
     mean_row,
+    power_of_two_scale,
     row_norms,
     split_rows,
     upcast_blocks,
@@ -141,9 +142,7 @@ def neighbour_measures(points: Tensor, k: int = 10) -> NeighbourMeasures:
 def search_pairs(points: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
     """Return `find_neighbours` of finite points `(n, d)`, with products in a dtype, float32 or float64."""
     rows = torch.arange(len(points), device=points.device)
-    _, exponent = math.frexp(max(float(block.abs().amax()) for block in split_rows(points)))
-    # A power of two adds no rounding error, and keeps the squares of very large or small numbers in range.
-    scale = 2.0 ** -max(-1000, min(1000, exponent))
+    scale = power_of_two_scale(points)
     with full_precision(points.device):
         nearest = _find_nearest(points, _center(points, scale, dtype), rows, k, scale)
         distances, indices, mean_distances, is_certain = nearest

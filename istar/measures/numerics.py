@@ -1,6 +1,7 @@
 """What all measures share: checks of their input, precision, blocks of rows, norms, and the C memory allocator."""
 
 import ctypes
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -176,6 +177,25 @@ def upcast_blocks(rows: Tensor) -> Iterator[Tensor]:
     """Yield blocks of rows one after the other, converted to float64 (float32 on MPS)."""
     for block in split_rows(rows):
         yield block.to(accumulation_dtype(rows.device))
+
+
+def spread_indices(max_count: int, total: int) -> list[int]:
+    """Return at most `max_count` distinct indices below `total`, ascending and evenly spread, from 0 to the last one.
+
+    >>> spread_indices(3, 9)
+    [0, 4, 8]
+    """
+    places = torch.linspace(0, total - 1, min(max_count, total), dtype=torch.float64, device="cpu")
+    return places.round().long().tolist()
+
+
+def power_of_two_scale(points: Tensor) -> float:
+    """Return a power of two that scales the largest coordinate of the points to about 1.
+
+    It adds no rounding error, and keeps the squares of very large or small numbers in range.
+    """
+    _, exponent = math.frexp(max(float(block.abs().amax()) for block in split_rows(points)))
+    return 2.0 ** -max(-1000, min(1000, exponent))
 
 
 def mean_row(rows: Tensor) -> Tensor:

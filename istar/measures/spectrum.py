@@ -94,9 +94,7 @@ def decompose_rows(matrix: Tensor, forms: Sequence[str] = ("raw", "centered")) -
         UserError: if the matrix is not a finite floating matrix with rows.
     """
     numerics.check_matrix(matrix, "embeddings")
-    largest = max(block.abs().amax().item() for block in numerics.upcast_blocks(matrix))
-    # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
-    scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
+    scale = numerics.power_of_two_scale(matrix)
     with numerics.full_precision(matrix.device):
         mean = numerics.mean_row(matrix) * scale
         scatter = mean.new_zeros(len(mean), len(mean))
