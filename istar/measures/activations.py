@@ -310,7 +310,7 @@ class MassiveActivations(Accumulator):
                 "the points are not finite in float32; look for NaN, infinite or too large values in them"
             )
         bin_counts = self.bins.cpu()
-        bin_magnitudes = _from_bfloat16_bits(torch.arange(_NUM_BINS, device="cpu"))
+        bin_magnitudes = (torch.arange(_NUM_BINS, dtype=torch.int32, device="cpu") << 16).view(torch.float32).double()
         # For an even number of magnitudes, the median is the lower one of the two in the middle.
         median = float(bin_magnitudes[torch.searchsorted(bin_counts.cumsum(0), (num_coordinates + 1) // 2)])
         threshold = max(self.minimum, self.ratio * median)
@@ -355,10 +355,5 @@ def _to_bfloat16_bits(magnitudes: Tensor) -> Tensor:
     return magnitudes.reshape(-1).float().view(torch.int32) >> 16
 
 
-def _from_bfloat16_bits(bits: Tensor) -> Tensor:
-    return (bits.to(torch.int32) << 16).view(torch.float32).double()
-
-
 def _round_down_to_bfloat16(magnitudes: Tensor) -> Tensor:
-    bits = (_to_bfloat16_bits(magnitudes) << 16).view(torch.float32)
-    return bits.reshape(magnitudes.shape)
+    return (_to_bfloat16_bits(magnitudes) << 16).view(torch.float32).view_as(magnitudes)

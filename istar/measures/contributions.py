@@ -10,7 +10,6 @@ standard deviation of each dimension. The norms of the changed points cannot be 
 """
 
 from collections.abc import Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -120,15 +119,6 @@ class CosineContributions(AverageCosine):
         self.squares = self.add_state("squares", torch.zeros_like(self.total), "sum")
 
     @torch.no_grad()
-    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
-        """Add a batch: `points` `(..., d)`, `mask` `(...)`. Returns this accumulator.
-
-        Raises:
-            UserError: if shapes do not match, or the points are not floating.
-        """
-        super().update(points, mask)
-        return self
-
     def _add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
         super()._add_units(units, is_nonzero)
         self.squares = self.squares + units.square().sum(0)

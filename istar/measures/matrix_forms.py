@@ -10,7 +10,7 @@ from torch import Tensor
 from istar.measures.norms import Norms
 from istar.measures.numerics import accumulation_dtype, full_precision, spread_indices, upcast_blocks
 from istar.measures.partition import add_to_log_partition_function
-from istar.measures.postprocess import count_top_components
+from istar.measures.postprocess import count_top_components, remove_directions
 from istar.measures.spectrum import RowSpectrum, decompose_rows
 
 MAX_ROWS = 2_000
@@ -53,8 +53,7 @@ def _measure_spectrum(
             rows = block - spectrum.origin
             log_z = add_to_log_partition_function(log_z, rows.to(vectors.dtype) @ vectors)
             for form, removed in removed_by_form.items():
-                top = spectrum.vectors[:, :removed]
-                norms_by_form[form].update(rows - rows @ top @ top.T)
+                norms_by_form[form].update(remove_directions(rows, spectrum.vectors[:, :removed]))
     measures_by_form = {}
     for form, removed in removed_by_form.items():
         form_log_z, values = log_z.clone(), spectrum.values.clone()

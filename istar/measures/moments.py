@@ -35,21 +35,16 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     differences = means - moments.mean
     with full_precision(means.device):
         moments.scatter = differences.T @ (counts[:, None] * differences)
-    moments.scatter = add_matrices(moments.scatter, [batch.scatter for batch in batches])
+    moments.scatter = _AddMatrices.apply(moments.scatter, *(batch.scatter for batch in batches))
     return moments
 
 
-def add_matrices(total: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return `total` plus all matrices of the same shape, in the dtype of `total`.
-
-    Differentiable, any number of times. The gradient is converted to the dtype of the matrices once, and not once for
-    each of them, as it is by `total + matrix`.
-    """
-    total = _AddMatrices.apply(total, *matrices)
-    return total
-
-
 class _AddMatrices(torch.autograd.Function):
+    """Autograd function of the sum of `total` and matrices of the same shape, in the dtype of `total`.
+
+    The gradient is converted to the dtype of the matrices once, and not once for each of them, as by `total + matrix`.
+    """
+
     @staticmethod
     def forward(ctx: Any, total: Tensor, *matrices: Tensor) -> Tensor:
         ctx.dtypes = [matrix.dtype for matrix in matrices]

@@ -314,20 +314,22 @@ def _list_jsonl(path: Path) -> dict[str, _Matrix]:
 
 
 def _open_jsonl(path: Path, key: str, dim: int, name: str) -> Cloud:
+    def read_points() -> Iterator[Tensor]:
+        for number, value in _read_json_lines(path):
+            row = value if key == "" else value.get(key) if isinstance(value, dict) else None
+            if not isinstance(row, list) or len(row) != dim or not set(map(type, row)) <= {float, int}:
+                found = f"a list of {len(row)} values" if isinstance(row, list) else f"a {type(row).__name__}"
+                raise UserError(
+                    f"{path}, line {number}: {found}; expected a list of {dim} numbers, as in the first line"
+                )
+            yield torch.tensor(row, dtype=torch.float64, device="cpu")
+
     def read_blocks(max_points: int) -> Iterator[Tensor]:
-        rows = (_to_vector(path, number, value, key, dim) for number, value in _read_json_lines(path))
-        while block := list(itertools.islice(rows, max_points)):
+        points = read_points()
+        while block := list(itertools.islice(points, max_points)):
             yield torch.stack(block)
 
     return Cloud(name, None, dim, read_blocks, lambda max_points: next(read_blocks(max_points)))
-
-
-def _to_vector(path: Path, line_number: int, value: Any, key: str, dim: int) -> Tensor:
-    row = value if key == "" else value.get(key) if isinstance(value, dict) else None
-    if not isinstance(row, list) or len(row) != dim or not set(map(type, row)) <= {float, int}:
-        found = f"a list of {len(row)} values" if isinstance(row, list) else f"a {type(row).__name__}"
-        raise UserError(f"{path}, line {line_number}: {found}; expected a list of {dim} numbers, as in the first line")
-    return torch.tensor(row, dtype=torch.float64, device="cpu")
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -336,10 +338,9 @@ def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    value = json.loads(line)
+                    yield number, json.loads(line)
                 except ValueError as error:
                     raise UserError(f"{path}, line {number}: not JSON: {shorten(error)}") from error
-                yield number, value
 
 
 _LISTERS: dict[str, Callable[[Path], dict[str, _Matrix]]] = {
