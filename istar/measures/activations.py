@@ -48,10 +48,8 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     [-2.0, -0.666667]
     """
     rows = numerics.select_rows(points)
-    kurtoses = [row_kurtosis(block)[0] for block in numerics.upcast_blocks(rows)] if len(rows) else []
-    # `torch.cat` needs at least one tensor, even without points.
-    empty = rows.new_zeros(0, dtype=numerics.accumulation_dtype(rows.device))
-    return torch.cat([empty, *kurtoses]).reshape(points.shape[:-1]) - (3 if excess else 0)
+    kurtoses = torch.cat([row_kurtosis(block)[0] for block in numerics.upcast_blocks(rows)])
+    return kurtoses.reshape(points.shape[:-1]) - (3 if excess else 0)
 
 
 def row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:

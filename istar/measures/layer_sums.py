@@ -1,13 +1,12 @@
 """Measures of a layer that are cheap enough to compute during training, from one accumulator."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import float_or_nan
 from istar.measures.accumulator import Accumulator, world_size
 from istar.measures.cosine import AverageCosine
 from istar.measures.dimension_moments import DimensionMoments
@@ -52,13 +51,7 @@ class LayerSums(Accumulator):
 
     def compute_defined(self, names: Sequence[str]) -> dict[str, float]:
         """Return some measures by name; those that are not defined, for example after a divergence, are NaN."""
-        measures: dict[str, float] = {}
-        for name in names:
-            try:
-                measures |= self.compute([name])
-            except UserError:
-                measures[name] = math.nan
-        return measures
+        return {name: float_or_nan(lambda name=name: self.compute([name])[name]) for name in names}
 
 
 def sum_all_points(sums: LayerSums | None, device: torch.device) -> LayerSums | None:

@@ -89,8 +89,7 @@ class Moments(Accumulator):
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:
         """Create an accumulator from one batch; see `update`."""
-        if points.dim() < 2:
-            raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
+        check_points(points)
         return cls(points.shape[-1], points.device).update(points, mask)
 
     @property

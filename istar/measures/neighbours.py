@@ -122,11 +122,12 @@ def search_pairs(points: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
     rows = torch.arange(len(points), device=points.device)
     scale = numerics.power_of_two_scale(points)
     with numerics.full_precision(points.device):
-        factors = _center(points, scale, dtype)
+        mean = numerics.mean_row(points)
+        factors = numerics.map_rows(points, lambda block: (block - mean) * scale, dtype)
         distances, indices, mean_distances, is_certain = _find_nearest(points, factors, rows, k, scale)
         uncertain = rows[~is_certain]
         if dtype == torch.float32 and len(uncertain):
-            factors = _center(points, scale, torch.float64)
+            factors = numerics.map_rows(points, lambda block: (block - mean) * scale, torch.float64)
             distances[uncertain], indices[uncertain], *_ = _find_nearest(points, factors, uncertain, k, scale)
     return Neighbours(distances / scale, indices, mean_distances / scale)
 
@@ -203,11 +204,3 @@ def _compute_distances(points: Tensor, rows: Tensor, neighbours: Tensor) -> Tens
     length = max(1, numerics.block_size(points.device) // (neighbours.shape[1] * points.shape[1]))
     blocks = zip(rows.split(length), neighbours.split(length), strict=True)
     return torch.cat([numerics.row_norms(points[row][:, None].double() - points[others]) for row, others in blocks])
-
-
-def _center(points: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return the points minus their mean, times a scale, `(n, d)`. They are subtracted in float64."""
-    factors, mean = torch.empty_like(points, dtype=dtype), numerics.mean_row(points)
-    for target, block in zip(numerics.split_rows(factors), numerics.upcast_blocks(points), strict=True):
-        target.copy_((block - mean) * scale)
-    return factors

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -196,6 +196,14 @@ def power_of_two_scale(points: Tensor) -> float:
     """
     _, exponent = math.frexp(max(float(block.abs().amax()) for block in split_rows(points)))
     return 2.0 ** -max(-1000, min(1000, exponent))
+
+
+def map_rows(rows: Tensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return a function of the rows, by default in their dtype. It gets `upcast_blocks`, and returns blocks as wide."""
+    result = torch.empty_like(rows, dtype=dtype)
+    for block, target in zip(upcast_blocks(rows), split_rows(result), strict=True):
+        target.copy_(function(block))
+    return result
 
 
 def mean_row(rows: Tensor) -> Tensor:

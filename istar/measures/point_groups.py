@@ -338,21 +338,12 @@ class GroupedPoints(Accumulator):
             NonFiniteError: if a point is not finite.
         """
         numerics.check_finite(self.norm_total, "the points")
-        totals, occupied = self._unit_totals, self._unit_totals.find_occupied()
-        rows = totals.row_of_group[occupied]
-        counts_by_row = self.count.new_zeros(len(totals.totals)).index_copy_(0, rows, self.nonzero[occupied])
+        totals, rows = self._unit_totals.totals, self._unit_totals.row_of_group
         averages = torch.full_like(self.norm_total, torch.nan)
-        averages[occupied] = _average_cosine_by_group(totals.totals, counts_by_row)[rows]
+        for groups in (self.nonzero > 1).nonzero().squeeze(1).split(numerics.block_length(totals)):
+            n = self.nonzero[groups].to(averages.dtype)
+            averages[groups] = (totals[rows[groups]].to(averages.dtype).square().sum(1) - n) / (n * (n - 1))
         return averages
-
-
-def _average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
-    """Return InterSim of each group, `(groups,)`, from the sums of its unit vectors; NaN for fewer than 2 points."""
-    averages = totals.new_full(counts.shape, torch.nan, dtype=numerics.accumulation_dtype(totals.device))
-    for group_indices in (counts > 1).nonzero().squeeze(1).split(numerics.block_length(totals)):
-        n = counts[group_indices].to(averages.dtype)
-        averages[group_indices] = (totals[group_indices].to(averages.dtype).square().sum(1) - n) / (n * (n - 1))
-    return averages
 
 
 def _convert_groups(groups: Tensor, num_groups: int) -> Tensor:
