@@ -93,11 +93,7 @@ def class_covariances(points: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the covariances W within the classes and B of the class means, `(d, d)` each; see `class_isotropy`.
 
     Differentiable in the points, any number of times. `mean_and_scatter` sums the centered points, with one matrix
-    product in its backward pass.
-
-    Args:
-        points: at least one point, `(n, d)`.
-        labels: `(n,)`.
+    product in its backward pass. There is at least one of the points, `(n, d)`; the labels are `(n,)`.
     """
     check_integers(labels, "labels")
     if labels.min() < 0:

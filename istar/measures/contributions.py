@@ -125,13 +125,9 @@ class CosineContributions(AverageCosine):
 
     @torch.no_grad()
     def add_sums(self, total: Tensor, squares: Tensor, count: Tensor, zeros: Tensor) -> None:
-        """Add points by the sums over their unit vectors.
+        """Add points by the sums of their unit vectors and of the squares of these, `(d,)`, and by their numbers, 0-d.
 
-        Args:
-            total: sum of the unit vectors, `(d,)`.
-            squares: sum of the squares of each coordinate of the unit vectors, `(d,)`.
-            count: number of nonzero points, 0-d.
-            zeros: number of zero points, 0-d.
+        `count` is the number of nonzero points, and `zeros` of the others.
         """
         self.total = self.total + total
         self.squares = self.squares + squares

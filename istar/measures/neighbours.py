@@ -120,15 +120,17 @@ def neighbour_measures(points: Tensor, k: int = 10) -> NeighbourMeasures:
 def search_pairs(points: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
     """Return `find_neighbours` of finite points `(n, d)`, with products in a dtype, float32 or float64."""
     rows = torch.arange(len(points), device=points.device)
-    scale = numerics.power_of_two_scale(points)
+    scale, mean = numerics.power_of_two_scale(points), numerics.mean_row(points)
+
+    def center(dtype: torch.dtype) -> Tensor:
+        return numerics.map_rows(points, lambda block: (block - mean) * scale, dtype)
+
     with numerics.full_precision(points.device):
-        mean = numerics.mean_row(points)
-        factors = numerics.map_rows(points, lambda block: (block - mean) * scale, dtype)
-        distances, indices, mean_distances, is_certain = _find_nearest(points, factors, rows, k, scale)
+        distances, indices, mean_distances, is_certain = _find_nearest(points, center(dtype), rows, k, scale)
         uncertain = rows[~is_certain]
         if dtype == torch.float32 and len(uncertain):
-            factors = numerics.map_rows(points, lambda block: (block - mean) * scale, torch.float64)
-            distances[uncertain], indices[uncertain], *_ = _find_nearest(points, factors, uncertain, k, scale)
+            again = _find_nearest(points, center(torch.float64), uncertain, k, scale)
+            distances[uncertain], indices[uncertain] = again[:2]
     return Neighbours(distances / scale, indices, mean_distances / scale)
 
 

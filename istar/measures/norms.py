@@ -130,11 +130,9 @@ class Norms(Accumulator):
 
     @torch.no_grad()
     def add_norms(self, norms: Tensor, total: Tensor) -> None:
-        """Add at least one point by its norm, so that several accumulators can share one computation of the norms.
+        """Add at least one point by the norms, `(n,)`, and the sum `(d,)` of the points, in the dtype of the sums.
 
-        Args:
-            norms: norms of the points, `(n,)`, in the dtype of the sums.
-            total: sum of the points, `(d,)`.
+        Several accumulators can so share one computation of the norms.
         """
         self.count = self.count + len(norms)
         self.norm_total = self.norm_total + norms.sum()

@@ -217,15 +217,8 @@ def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     If squares would overflow or underflow, rows are first divided by their largest coordinate.
     """
-    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    if _squares_are_safe(norms.detach()):
-        return rows / norms, norms.new_ones(len(rows), dtype=torch.bool)
-    largest = rows.detach().abs().amax(dim=-1, keepdim=True)
-    # `largest != 0` is true for NaN, so that NaN reaches the sums and is reported.
-    is_nonzero = largest != 0
-    scaled = rows / largest.masked_fill(~is_nonzero, 1)
-    norms = torch.linalg.vector_norm(scaled.masked_fill(~is_nonzero, 1), dim=-1, keepdim=True)
-    return (scaled / norms).masked_fill(~is_nonzero, 0), is_nonzero.squeeze(-1)
+    _, units, is_nonzero = norms_and_units(rows)
+    return units, is_nonzero
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -249,7 +242,13 @@ def norms_and_units(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
     if _squares_are_safe(norms.detach()):
         return norms, rows / norms[:, None], norms.new_ones(len(rows), dtype=torch.bool)
-    return (row_norms(rows), *unit_vectors(rows))
+    largest = rows.detach().abs().amax(dim=-1, keepdim=True)
+    # `largest != 0` is true for NaN, so that NaN reaches the sums and is reported.
+    is_nonzero = largest != 0
+    scaled = rows / largest.masked_fill(~is_nonzero, 1)
+    scaled_norms = torch.linalg.vector_norm(scaled.masked_fill(~is_nonzero, 1), dim=-1, keepdim=True)
+    units = (scaled / scaled_norms).masked_fill(~is_nonzero, 0)
+    return row_norms(rows), units, is_nonzero.squeeze(-1)
 
 
 _SAFE_NORMS = {torch.float64: (1e-140, 1e140), torch.float32: (1e-12, 1e12)}

@@ -54,9 +54,7 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
     if isinstance(points, Moments):
         if points.count < 1:
             raise UserError("0 points have no singular values; expected at least 1")
-        scatter, mean = points.scatter.detach(), points.mean.detach()
-        if not centered:
-            scatter = scatter + points.count.detach() * torch.outer(mean, mean)
+        scatter = points.scatter if centered else points.recenter(torch.zeros_like(points.mean))["scatter"]
         numerics.check_finite(scatter, "the points, or their squares,")
         return significant_roots(scatter, points, torch.linalg.eigvalsh(scatter).flip(0))
     numerics.check_matrix(points, "points")
