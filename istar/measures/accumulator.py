@@ -1,7 +1,7 @@
 """Base class of accumulators, which declare their states, and differentiable sums over processes."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar
 
@@ -14,7 +14,7 @@ from istar.errors import UserError
 T = TypeVar("T")
 Merge = Literal["sum", "max", "min", "mean", "central", "equal", "custom"]
 """How the states of two accumulators become the state of all their points; see `Accumulator.add_state`."""
-_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[Merge, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 class Accumulator:

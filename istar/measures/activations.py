@@ -276,17 +276,17 @@ class MassiveActivations(Accumulator):
             numerics.check_one_per_point(integers, name, points)
             numerics.check_integers(integers, name)
             tokens_and_positions.append((integers if mask is None else integers[mask.bool()]).reshape(-1).long())
-        start = 0
-        for block in numerics.split_rows(rows) if len(rows) else ():
-            stop = start + len(block)
+        if not len(rows):
+            return self
+        columns = (column.split(numerics.block_length(rows)) for column in (rows, *tokens_and_positions))
+        for block, *block_integers in zip(*columns, strict=True):
             magnitudes = block.abs()
             self.bins = self.bins + _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
             largest = magnitudes.amax().to(self.largest)
             self.largest = torch.maximum(self.largest, largest)
             # Few blocks hold an activation above the limit. A NaN is not above it, but may be next to one that is.
             if not largest <= self.minimum:
-                self._add_candidates(block, magnitudes, [integers[start:stop] for integers in tokens_and_positions])
-            start = stop
+                self._add_candidates(block, magnitudes, block_integers)
         return self
 
     def merge_custom(self, other: Self) -> None:

@@ -204,9 +204,7 @@ def _find_neighbour_distances(points: Tensor, min_neighbours: int, max_neighbour
     """Return the ascending distances `(n, k)` of each distinct point to its k nearest neighbours, in float64.
 
     k is `max_neighbours` (by default `min_neighbours`), or the number of other distinct points if that is smaller.
-
-    Raises:
-        UserError: if there are fewer than `min_neighbours` other distinct points, and as `check_matrix`.
+    Raises a `UserError` if there are fewer than `min_neighbours`, and as `check_matrix`.
     """
     check_matrix(points, "points")
     points = points.detach()

@@ -27,10 +27,8 @@ def measure_forms(
     the removed ones. The spectrum `raw` gives the first form, and `centered` the other two. Inner products are computed
     in the matrix's dtype, at least float32, and summed in float64. For float32, I(W) has a relative error below 1e-5.
 
-    Args:
-        matrix: any floating dtype and device.
-        spectra: result of `decompose_rows`, or its entry `raw`.
-        components: number of directions to remove for the third form; None is the default of `all_but_the_top`.
+    `spectra` is the result of `decompose_rows`, or its entry `raw`. `components` is the number of directions to remove
+    for the third form, by default as in `all_but_the_top`.
     """
     num_removed = count_top_components(matrix.shape[1], components)
     removed_by_form = {"raw": {"raw": 0}, "centered": {"centered": 0, "post_processed": num_removed}}
@@ -94,8 +92,7 @@ def round_digits(values: Iterable[float], digits: int = 8) -> list[float]:
 def project_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum], max_rows: int = MAX_ROWS) -> dict[str, Any]:
     """Project evenly spaced rows of a matrix `(n, d)` onto its first two singular vectors, raw and centered.
 
-    Returns:
-        A dictionary with the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
+    Returns the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
     """
     row_ids = spread_indices(max_rows, len(matrix))
     rows = matrix[row_ids].to(accumulation_dtype(matrix.device))

@@ -79,6 +79,8 @@ class Moments(Accumulator):
         epsilon: machine epsilon of the narrowest dtype used to sum a batch, 0-d; 0 without batches.
     """
 
+    _compute_batch_moments = staticmethod(mean_and_scatter)
+
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         zeros = zero_vector(dim, device)
         self.count = self.add_state("count", zeros.new_zeros(()), "sum")
@@ -129,9 +131,6 @@ class Moments(Accumulator):
         delta = self.mean - mean
         return {"scatter": torch.addr(self.scatter, self.count * delta, delta)}
 
-    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None) -> BatchMoments:
-        return mean_and_scatter(points, mask)
-
     def add_batch(self, batch: BatchMoments) -> None:
         """Add the points of a batch by their moments, the result of `mean_and_scatter`."""
         count, mean, scatter = batch[:3]
@@ -163,6 +162,8 @@ class FourthMoments(Moments):
         third: t, `(d,)`.
         fourth: F, 0-d.
     """
+
+    _compute_batch_moments = staticmethod(fourth_moments)
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         super().__init__(dim, device)
@@ -206,9 +207,6 @@ class FourthMoments(Moments):
         """Return the scatter matrix, t and F about another center."""
         third, fourth = _recenter(BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth), mean)
         return {**super().recenter(mean), "third": third, "fourth": fourth}
-
-    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None) -> BatchMoments:
-        return fourth_moments(points, mask)
 
     def add_batch(self, batch: BatchMoments) -> None:
         """Add the points of a batch by their moments, the result of `fourth_moments`."""

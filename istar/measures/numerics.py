@@ -180,11 +180,7 @@ def upcast_blocks(rows: Tensor) -> Iterator[Tensor]:
 
 
 def spread_indices(max_count: int, total: int) -> list[int]:
-    """Return at most `max_count` distinct indices below `total`, ascending and evenly spread, from 0 to the last one.
-
-    >>> spread_indices(3, 9)
-    [0, 4, 8]
-    """
+    """Return at most `max_count` distinct indices below `total`, evenly spread from 0 to the last one, ascending."""
     places = torch.linspace(0, total - 1, min(max_count, total), dtype=torch.float64, device="cpu")
     return places.round().long().tolist()
 

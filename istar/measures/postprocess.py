@@ -93,11 +93,7 @@ def remove_directions(rows: Tensor, directions: Tensor) -> Tensor:
 
 
 def count_top_components(dim: int, components: int | None = None) -> int:
-    """Return the number of components that `all_but_the_top` removes, by default ceil(d / 100).
-
-    Raises:
-        UserError: if `components` is not from 0 to d.
-    """
+    """Return the number of components that `all_but_the_top` removes: ceil(d / 100), or what is given, up to d."""
     if components is None:
         return math.ceil(dim / 100)
     if not 0 <= components <= dim:

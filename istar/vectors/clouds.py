@@ -43,8 +43,7 @@ class Cloud:
 def cloud_in_memory(name: str, points: Any) -> Cloud:
     """Return the cloud of a tensor, an array, a data frame or a list, with any number of points.
 
-    Raises:
-        UserError: as `istar.vectors.vector_files.open_clouds`. The message begins with the name.
+    Raises a `UserError` as `istar.vectors.vector_files.open_clouds`; it begins with the name.
     """
     try:
         values = _to_tensor_or_array(name, points)

@@ -63,16 +63,15 @@ def open_clouds(points: PointSource, key: str | Sequence[str] | None = None) -> 
     sources = points if isinstance(points, Mapping) else {"points": points}
     if not sources:
         raise UserError("the mapping has no clouds; expected at least one name with points")
-    return [_open_named(str(name), source) for name, source in sources.items()]
-
-
-def _open_named(name: str, source: Any) -> Cloud:
-    if isinstance(source, str | Path):
-        [cloud] = _open_file(source)
-        return replace(cloud, name=name)
-    cloud = cloud_in_memory(name, source)
-    check_count(name, cloud.num_points)
-    return cloud
+    clouds = []
+    for name, source in sources.items():
+        if isinstance(source, str | Path):
+            [cloud] = _open_file(source)
+        else:
+            cloud = cloud_in_memory(str(name), source)
+            check_count(cloud.name, cloud.num_points)
+        clouds.append(replace(cloud, name=str(name)))
+    return clouds
 
 
 def is_vector_file(source: str | Path) -> bool:
@@ -125,8 +124,8 @@ def explain_file_errors(path: Path) -> Iterator[None]:
     except UnpicklingError as error:
         raise UserError(f"{path} has pickled objects, which could execute code; expected only tensors") from error
     except Exception as error:  # the libraries have no common class of errors
-        reason = shorten(error, 120)
-        raise UserError(f"{path} cannot be read; expected a complete {path.suffix} file ({reason})") from error
+        expected = f"expected a complete {path.suffix} file ({shorten(error, 120)})"
+        raise UserError(f"{path} cannot be read; {expected}") from error
 
 
 def _open_matrix(path: Path, name: str, matrices: Mapping[str, _Matrix]) -> Cloud:
@@ -299,10 +298,9 @@ def _list_jsonl(path: Path) -> dict[str, _Matrix]:
     """List the keys of the first objects, or one matrix without a name if the lines are lists."""
     rows = [row for _, row in itertools.islice(_read_json_lines(path), MIN_CLOUD_POINTS)]
     check_count(str(path), len(rows))
+    first_values = {"": rows}
     if isinstance(rows[0], dict):
         first_values = {key: [row.get(key) for row in rows if isinstance(row, dict)] for key in rows[0]}
-    else:
-        first_values = {"": rows}
     matrices = {}
     for key, values in first_values.items():
         size = (len(values[0]),) if isinstance(values[0], list) else ()
