@@ -24,8 +24,7 @@ from istar.geometry.collect.summaries import Collected
 from istar.geometry.geometry import Geometry
 from istar.hidden_states.model_layers import eval_mode, uncompiled
 from istar.models.saved_checkpoints import parse_models
-from istar.vectors.clouds import PointSource, open_clouds
-from istar.vectors.vector_files import is_vector_file
+from istar.vectors.vector_files import PointSource, is_vector_file, open_clouds
 
 if TYPE_CHECKING:
     from istar.texts.corpus import Documents

@@ -1,7 +1,7 @@
 """Base class of accumulators, which declare their states, and differentiable sums over processes."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar
 
@@ -14,6 +14,7 @@ from istar.errors import UserError
 T = TypeVar("T")
 Merge = Literal["sum", "max", "min", "mean", "central", "equal", "custom"]
 """How the states of two accumulators become the state of all their points; see `Accumulator.add_state`."""
+_COMBINE: dict[Merge, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 class Accumulator:
@@ -69,9 +70,10 @@ class Accumulator:
         moved = copy.copy(other)
         for name, own in self._get_states().items():
             setattr(moved, name, self._move(getattr(other, name), own))
-        merged = {
-            name: _combine(getattr(self, name), getattr(moved, name), kind) for name, kind in self._merges.items()
-        }
+        merged: dict[str, Any] = {}
+        for name, kind in self._merges.items():
+            own = getattr(self, name)
+            merged[name] = _COMBINE[kind](own, getattr(moved, name)) if kind in _COMBINE else own
         for name in self._find_names("mean"):
             own_mean, weight = getattr(self, name), merged["count"]
             share = moved.count / weight.clamp(min=torch.finfo(weight.dtype).tiny)
@@ -174,14 +176,6 @@ class Accumulator:
         for other in others:
             self.merge(other)
         return self
-
-
-def _combine(own: Any, others: Any, kind: Merge) -> Any:
-    if kind == "sum":
-        return own + others
-    if kind == "max":
-        return torch.maximum(own, others)
-    return torch.minimum(own, others) if kind == "min" else own
 
 
 def _sum_all(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:

@@ -48,10 +48,8 @@ def token_kurtosis(points: Tensor, excess: bool = True) -> Tensor:
     [-2.0, -0.666667]
     """
     rows = numerics.select_rows(points)
-    kurtoses = [row_kurtosis(block)[0] for block in numerics.upcast_blocks(rows)] if len(rows) else []
-    # `torch.cat` needs at least one tensor, even without points.
-    empty = rows.new_zeros(0, dtype=numerics.accumulation_dtype(rows.device))
-    return torch.cat([empty, *kurtoses]).reshape(points.shape[:-1]) - (3 if excess else 0)
+    kurtoses = torch.cat([row_kurtosis(block)[0] for block in numerics.upcast_blocks(rows)])
+    return kurtoses.reshape(points.shape[:-1]) - (3 if excess else 0)
 
 
 def row_kurtosis(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,17 +276,17 @@ class MassiveActivations(Accumulator):
             numerics.check_one_per_point(integers, name, points)
             numerics.check_integers(integers, name)
             tokens_and_positions.append((integers if mask is None else integers[mask.bool()]).reshape(-1).long())
-        start = 0
-        for block in numerics.split_rows(rows) if len(rows) else ():
-            stop = start + len(block)
+        if not len(rows):
+            return self
+        columns = (column.split(numerics.block_length(rows)) for column in (rows, *tokens_and_positions))
+        for block, *block_integers in zip(*columns, strict=True):
             magnitudes = block.abs()
             self.bins = self.bins + _to_bfloat16_bits(magnitudes).bincount(minlength=_NUM_BINS)
             largest = magnitudes.amax().to(self.largest)
             self.largest = torch.maximum(self.largest, largest)
             # Few blocks hold an activation above the limit. A NaN is not above it, but may be next to one that is.
             if not largest <= self.minimum:
-                self._add_candidates(block, magnitudes, [integers[start:stop] for integers in tokens_and_positions])
-            start = stop
+                self._add_candidates(block, magnitudes, block_integers)
         return self
 
     def merge_custom(self, other: Self) -> None:
@@ -310,7 +308,7 @@ class MassiveActivations(Accumulator):
                 "the points are not finite in float32; look for NaN, infinite or too large values in them"
             )
         bin_counts = self.bins.cpu()
-        bin_magnitudes = _from_bfloat16_bits(torch.arange(_NUM_BINS, device="cpu"))
+        bin_magnitudes = (torch.arange(_NUM_BINS, dtype=torch.int32, device="cpu") << 16).view(torch.float32).double()
         # For an even number of magnitudes, the median is the lower one of the two in the middle.
         median = float(bin_magnitudes[torch.searchsorted(bin_counts.cumsum(0), (num_coordinates + 1) // 2)])
         threshold = max(self.minimum, self.ratio * median)
@@ -355,10 +353,5 @@ def _to_bfloat16_bits(magnitudes: Tensor) -> Tensor:
     return magnitudes.reshape(-1).float().view(torch.int32) >> 16
 
 
-def _from_bfloat16_bits(bits: Tensor) -> Tensor:
-    return (bits.to(torch.int32) << 16).view(torch.float32).double()
-
-
 def _round_down_to_bfloat16(magnitudes: Tensor) -> Tensor:
-    bits = (_to_bfloat16_bits(magnitudes) << 16).view(torch.float32)
-    return bits.reshape(magnitudes.shape)
+    return (_to_bfloat16_bits(magnitudes) << 16).view(torch.float32).view_as(magnitudes)

@@ -210,19 +210,12 @@ def fourth_moments(points: Tensor, mask: Tensor | None = None, indices: Tensor |
     points, indices = _flatten_points(points, mask, indices)
     with full_precision(points.device):
         centered = _select_rows(points, indices) - mean.to(torch.promote_types(points.dtype, torch.float32))
-        third, fourth = _sum_third_and_fourth_powers(centered, mean.dtype)
+        squares = centered.square().sum(-1)
+        # Divide by the largest square, because fourth powers can overflow float32 where the scatter does not.
+        # Divide by the smallest positive number if all points are equal or there are none.
+        largest_square = torch.cat([squares.detach(), squares.new_full((1,), torch.finfo(squares.dtype).tiny)]).max()
+        relative_squares = squares / largest_square
+        wide_squares, largest_square = relative_squares.to(mean.dtype), largest_square.to(mean.dtype)
+        third = (centered.T @ relative_squares).to(mean.dtype) * largest_square
+        fourth = wide_squares @ wide_squares * largest_square.square()
     return BatchMoments(count, mean, scatter, third, fourth)
-
-
-def _sum_third_and_fourth_powers(centered: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the sums of |y|^2 y, `(d,)`, and of |y|^4, 0-d, over centered points y, in `dtype`."""
-    squares = centered.square().sum(-1)
-    # Divide by the largest square, because fourth powers can overflow float32 where the scatter does not.
-    # Divide by the smallest positive number if all points are equal or there are none.
-    largest_square = torch.cat([squares.detach(), squares.new_full((1,), torch.finfo(squares.dtype).tiny)]).max()
-    relative_squares = squares / largest_square
-    largest_square = largest_square.to(dtype)
-    third = (centered.T @ relative_squares).to(dtype) * largest_square
-    wide_squares = relative_squares.to(dtype)
-    fourth = wide_squares @ wide_squares * largest_square.square()
-    return third, fourth

@@ -23,7 +23,7 @@ from torch import Tensor
 from istar.errors import UserError
 from istar.measures.batch_moments import mean_and_scatter
 from istar.measures.isoscores import isoscore_from_covariance
-from istar.measures.numerics import accumulation_dtype, check_one_per_point, full_precision, select_rows
+from istar.measures.numerics import accumulation_dtype, check_integers, check_one_per_point, full_precision, select_rows
 
 
 class ClassIsotropy(NamedTuple):
@@ -92,57 +92,27 @@ def class_isotropy(points: Tensor, labels: Tensor, mask: Tensor | None = None) -
 def class_covariances(points: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the covariances W within the classes and B of the class means, `(d, d)` each; see `class_isotropy`.
 
-    Args:
-        points: at least one point, `(n, d)`.
-        labels: `(n,)`.
+    Differentiable in the points, any number of times. `mean_and_scatter` sums the centered points, with one matrix
+    product in its backward pass. There is at least one of the points, `(n, d)`; the labels are `(n,)`.
     """
+    check_integers(labels, "labels")
+    if labels.min() < 0:
+        raise UserError(f"a label is {labels.min()}; expected the numbers of classes, integers of at least 0")
     # As in `isoscore`, sums in float64.
     points = points.to(accumulation_dtype(points.device))
-    counts, means, scatter = class_means_and_scatter(points, labels, _count_classes(labels))
+    # Products with this matrix `(n, C)` are deterministic on GPUs, unlike sums by index.
+    membership = torch.nn.functional.one_hot(labels.long()).to(points.dtype)
+    counts = membership.sum(0)
+    divisors = counts.clamp(min=1)[:, None]
+    with full_precision(points.device):
+        shifts = membership.T @ points / divisors
+        centered = points - membership @ shifts
+        # `shifts` equals the means only up to rounding; correct the means and the scatter for the difference.
+        class_residuals = membership.T @ centered / divisors
+        _, overall_residual, scatter = mean_and_scatter(centered)[:3]
+        deviations = class_residuals - overall_residual
+        scatter = scatter - deviations.T @ (counts[:, None] * deviations)
+    means = shifts + class_residuals
     # Exact for a single class, so that it has no variance between classes.
     differences = means - (counts / len(points)) @ means
     return scatter / len(points), differences.T @ (counts[:, None] * differences) / len(points)
-
-
-def class_means_and_scatter(points: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Compute the class means :math:`m_c` and the scatter :math:`\sum_c \sum_{i \in c} (x_i - m_c)(x_i - m_c)^T`.
-
-    Differentiable in the points, any number of times. `istar.measures.batch_moments.mean_and_scatter` computes the
-    scatter from the centered points; its backward pass is one matrix product. The class means need two more products,
-    with a matrix `(n, C)`.
-
-    Args:
-        points: `(n, d)`, any floating dtype.
-        labels: `(n,)`, integers from 0 to `num_classes` - 1.
-        num_classes: C, the number of classes.
-
-    Returns:
-        The number of points of each class, `(C,)`; the class means, `(C, d)`, 0 for a class without points; and the
-        scatter, `(d, d)`. Counts and means in float64 (float32 on MPS); the scatter in float32, or in float64 for
-        float64 points.
-    """
-    points_dtype, sums_dtype = torch.promote_types(points.dtype, torch.float32), accumulation_dtype(points.device)
-    is_member = labels[:, None] == torch.arange(num_classes, device=labels.device)
-    counts = is_member.sum(0).to(sums_dtype)
-    # Products with this matrix are deterministic on GPUs, unlike sums by index.
-    membership = is_member.to(points_dtype)
-    divisors = counts.clamp(min=1)[:, None]
-    with full_precision(points.device):
-        points = points.to(points_dtype)
-        shifts = membership.T @ points / divisors.to(points_dtype)
-        centered = points - membership @ shifts
-        # `shifts` equals the means only up to rounding; correct the means and the scatter for the difference.
-        class_residuals = (membership.T @ centered).to(sums_dtype) / divisors
-        _, overall_residual, scatter = mean_and_scatter(centered)[:3]
-        deviations = class_residuals - overall_residual
-        scatter = scatter - (deviations.T @ (counts[:, None] * deviations)).to(scatter.dtype)
-    return counts, shifts.to(sums_dtype) + class_residuals, scatter
-
-
-def _count_classes(labels: Tensor) -> int:
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise UserError(f"labels are {labels.dtype}; expected the numbers of classes, integers of at least 0")
-    smallest, largest = torch.stack(labels.aminmax()).tolist()
-    if smallest < 0:
-        raise UserError(f"a label is {smallest}; expected the numbers of classes, integers of at least 0")
-    return int(largest) + 1

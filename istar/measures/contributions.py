@@ -10,7 +10,6 @@ standard deviation of each dimension. The norms of the changed points cannot be 
 """
 
 from collections.abc import Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -120,28 +119,15 @@ class CosineContributions(AverageCosine):
         self.squares = self.add_state("squares", torch.zeros_like(self.total), "sum")
 
     @torch.no_grad()
-    def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
-        """Add a batch: `points` `(..., d)`, `mask` `(...)`. Returns this accumulator.
-
-        Raises:
-            UserError: if shapes do not match, or the points are not floating.
-        """
-        super().update(points, mask)
-        return self
-
     def _add_units(self, units: Tensor, is_nonzero: Tensor) -> None:
         super()._add_units(units, is_nonzero)
         self.squares = self.squares + units.square().sum(0)
 
     @torch.no_grad()
     def add_sums(self, total: Tensor, squares: Tensor, count: Tensor, zeros: Tensor) -> None:
-        """Add points by the sums over their unit vectors.
+        """Add points by the sums of their unit vectors and of the squares of these, `(d,)`, and by their numbers, 0-d.
 
-        Args:
-            total: sum of the unit vectors, `(d,)`.
-            squares: sum of the squares of each coordinate of the unit vectors, `(d,)`.
-            count: number of nonzero points, 0-d.
-            zeros: number of zero points, 0-d.
+        `count` is the number of nonzero points, and `zeros` of the others.
         """
         self.total = self.total + total
         self.squares = self.squares + squares

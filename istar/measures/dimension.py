@@ -95,7 +95,7 @@ def two_nn_with_error(points: Tensor, discard: float = 0.1, resamples: int = 200
 
 def _compute_sorted_log_ratios(points: Tensor, discard: float) -> Tensor:
     """Return log(r_2 / r_1), ascending, for the distances of each distinct point to its two nearest neighbours."""
-    distances, _ = _find_neighbour_distances(points, 2)
+    distances = _find_neighbour_distances(points, 2)
     ratios = distances[:, 1] / distances[:, 0]
     n = len(ratios)
     if not 0 <= discard < 1 or int(n * (1 - discard)) < 1:
@@ -166,7 +166,7 @@ def gride(points: Tensor, n1: int = 1, n2: int | None = None) -> Dimension:
     n2 = 2 * n1 if n2 is None else n2
     if not 1 <= n1 < n2:
         raise UserError(f"n1 is {n1} and n2 is {n2}; expected 1 <= n1 < n2")
-    distances, _ = _find_neighbour_distances(points, n2)
+    distances = _find_neighbour_distances(points, n2)
     return _fit_dimension(distances[:, n1 - 1], distances[:, n2 - 1], n1, n2)
 
 
@@ -189,54 +189,33 @@ def gride_scales(points: Tensor, max_neighbour: int = 64) -> list[ScaleDimension
     """
     if max_neighbour < 2:
         raise UserError(f"max_neighbour is {max_neighbour}; expected at least 2")
-    distances, scale = _find_neighbour_distances(points, 2, max_neighbour)
+    distances = _find_neighbour_distances(points, 2, max_neighbour)
     scales = []
     n1 = 1
     while 2 * n1 <= distances.shape[1]:
         near, far = distances[:, n1 - 1], distances[:, 2 * n1 - 1]
         value, error = _fit_dimension(near, far, n1, 2 * n1)
-        scales.append(ScaleDimension(n1, value, error, far.mean().item() * scale))
+        scales.append(ScaleDimension(n1, value, error, far.mean().item()))
         n1 *= 2
     return scales
 
 
-def _find_neighbour_distances(
-    points: Tensor, min_neighbours: int, max_neighbours: int | None = None
-) -> tuple[Tensor, float]:
-    """Return the scaled distances `(n, k)` of each distinct point to its k nearest neighbours, and the scale.
+def _find_neighbour_distances(points: Tensor, min_neighbours: int, max_neighbours: int | None = None) -> Tensor:
+    """Return the ascending distances `(n, k)` of each distinct point to its k nearest neighbours, in float64.
 
-    The distances ascend, and are divided by the scale, a power of two near the largest coordinate. k is
-    `max_neighbours` (by default `min_neighbours`), or the number of other distinct points if that is smaller.
-
-    The neighbours are found as by `find_neighbours`, with products in float32 first.
-
-    Raises:
-        UserError: if there are fewer than `min_neighbours` other distinct points, and as `check_matrix`.
-    """
-    distinct, scale = _find_distinct_points(points)
-    n = len(distinct)
-    if n <= min_neighbours:
-        raise UserError(
-            f"{n} distinct points have no {min_neighbours} neighbours each; expected at least {min_neighbours + 1}"
-        )
-    k = min(max_neighbours or min_neighbours, n - 1)
-    return search_pairs(distinct, k, torch.float32).distances, scale
-
-
-def _find_distinct_points(points: Tensor) -> tuple[Tensor, float]:
-    """Return the points without duplicates, in float64 and divided by a scale, and the scale.
-
-    The scale is a power of two: division brings the largest coordinate between 1/2 and 1 without rounding, and squares
-    of very large or small coordinates stay in range.
+    k is `max_neighbours` (by default `min_neighbours`), or the number of other distinct points if that is smaller.
+    Raises a `UserError` if there are fewer than `min_neighbours`, and as `check_matrix`.
     """
     check_matrix(points, "points")
     points = points.detach()
     # MPS has no float64.
     distinct = (points.cpu() if points.device.type == "mps" else points).double().unique(dim=0)
-    _, exponent = math.frexp(float(distinct.abs().max()))
-    # The reciprocal of a subnormal power overflows.
-    scale = 2.0 ** max(exponent, -1000)
-    return distinct / scale, scale
+    n = len(distinct)
+    if n <= min_neighbours:
+        raise UserError(
+            f"{n} distinct points have no {min_neighbours} neighbours each; expected at least {min_neighbours + 1}"
+        )
+    return search_pairs(distinct, min(max_neighbours or min_neighbours, n - 1), torch.float32).distances
 
 
 def _fit_dimension(near: Tensor, far: Tensor, n1: int, n2: int) -> Dimension:

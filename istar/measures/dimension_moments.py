@@ -7,15 +7,7 @@ from torch import Tensor
 
 from istar.errors import UserError
 from istar.measures.accumulator import Accumulator
-from istar.measures.numerics import (
-    check_finite,
-    check_matrix,
-    is_rounding,
-    select_rows,
-    upcast_blocks,
-    upcast_vector,
-    zero_vector,
-)
+from istar.measures.numerics import check_finite, is_rounding, select_rows, upcast_blocks, upcast_vector, zero_vector
 
 OutlierRule = Literal["sigma", "mean", "median"]
 
@@ -214,10 +206,8 @@ def outlier_severity(points: Tensor | DimensionMoments) -> Tensor:
     >>> round(outlier_severity(torch.tensor([[2.0, 1.0], [4.0, 1.0]])).item(), 6)
     3.162278
     """
-    if not isinstance(points, DimensionMoments):
-        check_matrix(points, "points")
-        points = DimensionMoments.of(points)
-    total_variance, squared_norm = points.variance(correction=0).sum(), points.mean.square().sum()
+    moments = points if isinstance(points, DimensionMoments) else DimensionMoments.of(points)
+    total_variance, squared_norm = moments.variance(correction=0).sum(), moments.mean.square().sum()
     if is_rounding(total_variance, squared_norm, torch.finfo(squared_norm.dtype).eps):
         raise UserError("all points are equal: their mean has no deviations to compare it with; expected other points")
     return (squared_norm / total_variance).sqrt()

@@ -1,13 +1,12 @@
 """Measures of a layer that are cheap enough to compute during training, from one accumulator."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import UserError
+from istar.errors import float_or_nan
 from istar.measures.accumulator import Accumulator, world_size
 from istar.measures.cosine import AverageCosine
 from istar.measures.dimension_moments import DimensionMoments
@@ -36,29 +35,26 @@ class LayerSums(Accumulator):
         for sums in (self.moments, self.cosine, self.dimensions, self.norms):
             sums.update(points)
 
-    def compute(self, names: Sequence[str]) -> dict[str, float]:
-        """Return some measures by name."""
-        norms = self.norms.compute()
-        functions: dict[str, Callable[[], float | Tensor]] = {
+    def _get_functions(self) -> dict[str, Callable[[], float | Tensor]]:
+        return {
             "isoscore": lambda: isoscore(self.moments),
             "inter_sim": self.cosine.compute,
-            "average_norm": lambda: norms.average,
-            "norm_ratio": lambda: norms.ratio,
+            "average_norm": lambda: self.norms.compute().average,
+            "norm_ratio": lambda: self.norms.compute().ratio,
             "effective_rank": lambda: effective_rank(singular_values(self.moments)),
             "participation_ratio": lambda: 1 + (self.moments.dim - 1) * isoscore(self.moments),
             "mean_kurtosis": lambda: self.dimensions.kurtosis().nanmean(),
         }
+
+    def compute(self, names: Sequence[str]) -> dict[str, float]:
+        """Return some measures by name."""
+        functions = self._get_functions()
         return {name: float(functions[name]()) for name in names}
 
     def compute_defined(self, names: Sequence[str]) -> dict[str, float]:
         """Return some measures by name; those that are not defined, for example after a divergence, are NaN."""
-        measures: dict[str, float] = {}
-        for name in names:
-            try:
-                measures |= self.compute([name])
-            except UserError:
-                measures[name] = math.nan
-        return measures
+        functions = self._get_functions()
+        return {name: float_or_nan(functions[name]) for name in names}
 
 
 def sum_all_points(sums: LayerSums | None, device: torch.device) -> LayerSums | None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from istar.measures.norms import Norms
-from istar.measures.numerics import accumulation_dtype, full_precision, upcast_blocks
+from istar.measures.numerics import accumulation_dtype, full_precision, spread_indices, upcast_blocks
 from istar.measures.partition import add_to_log_partition_function
-from istar.measures.postprocess import count_top_components
+from istar.measures.postprocess import count_top_components, remove_directions
 from istar.measures.spectrum import RowSpectrum, decompose_rows
 
 MAX_ROWS = 2_000
@@ -27,10 +27,8 @@ def measure_forms(
     the removed ones. The spectrum `raw` gives the first form, and `centered` the other two. Inner products are computed
     in the matrix's dtype, at least float32, and summed in float64. For float32, I(W) has a relative error below 1e-5.
 
-    Args:
-        matrix: any floating dtype and device.
-        spectra: result of `decompose_rows`, or its entry `raw`.
-        components: number of directions to remove for the third form; None is the default of `all_but_the_top`.
+    `spectra` is the result of `decompose_rows`, or its entry `raw`. `components` is the number of directions to remove
+    for the third form, by default as in `all_but_the_top`.
     """
     num_removed = count_top_components(matrix.shape[1], components)
     removed_by_form = {"raw": {"raw": 0}, "centered": {"centered": 0, "post_processed": num_removed}}
@@ -53,8 +51,7 @@ def _measure_spectrum(
             rows = block - spectrum.origin
             log_z = add_to_log_partition_function(log_z, rows.to(vectors.dtype) @ vectors)
             for form, removed in removed_by_form.items():
-                top = spectrum.vectors[:, :removed]
-                norms_by_form[form].update(rows - rows @ top @ top.T)
+                norms_by_form[form].update(remove_directions(rows, spectrum.vectors[:, :removed]))
     measures_by_form = {}
     for form, removed in removed_by_form.items():
         form_log_z, values = log_z.clone(), spectrum.values.clone()
@@ -95,13 +92,11 @@ def round_digits(values: Iterable[float], digits: int = 8) -> list[float]:
 def project_rows(matrix: Tensor, spectra: Mapping[str, RowSpectrum], max_rows: int = MAX_ROWS) -> dict[str, Any]:
     """Project evenly spaced rows of a matrix `(n, d)` onto its first two singular vectors, raw and centered.
 
-    Returns:
-        A dictionary with the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
+    Returns the `ids` of at most `max_rows` rows, and their coordinates by axis, `raw` and `centered`.
     """
-    num_rows = min(max_rows, len(matrix))
-    row_ids = torch.linspace(0, len(matrix) - 1, num_rows, dtype=torch.float64, device="cpu").round().long()
-    rows = matrix[row_ids.to(matrix.device)].to(accumulation_dtype(matrix.device))
-    projection: dict[str, Any] = {"ids": row_ids.tolist()}
+    row_ids = spread_indices(max_rows, len(matrix))
+    rows = matrix[row_ids].to(accumulation_dtype(matrix.device))
+    projection: dict[str, Any] = {"ids": row_ids}
     for form, spectrum in spectra.items():
         axes = fix_signs(spectrum.vectors[:, :2])
         projection[form] = [round_digits(column, 4) for column in ((rows - spectrum.origin) @ axes).T.tolist()]

@@ -35,21 +35,16 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     differences = means - moments.mean
     with full_precision(means.device):
         moments.scatter = differences.T @ (counts[:, None] * differences)
-    moments.scatter = add_matrices(moments.scatter, [batch.scatter for batch in batches])
+    moments.scatter = _AddMatrices.apply(moments.scatter, *(batch.scatter for batch in batches))
     return moments
 
 
-def add_matrices(total: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Return `total` plus all matrices of the same shape, in the dtype of `total`.
-
-    Differentiable, any number of times. The gradient is converted to the dtype of the matrices once, and not once for
-    each of them, as it is by `total + matrix`.
-    """
-    total = _AddMatrices.apply(total, *matrices)
-    return total
-
-
 class _AddMatrices(torch.autograd.Function):
+    """Autograd function of the sum of `total` and matrices of the same shape, in the dtype of `total`.
+
+    The gradient is converted to the dtype of the matrices once, and not once for each of them, as by `total + matrix`.
+    """
+
     @staticmethod
     def forward(ctx: Any, total: Tensor, *matrices: Tensor) -> Tensor:
         ctx.dtypes = [matrix.dtype for matrix in matrices]
@@ -84,6 +79,8 @@ class Moments(Accumulator):
         epsilon: machine epsilon of the narrowest dtype used to sum a batch, 0-d; 0 without batches.
     """
 
+    _compute_batch_moments = staticmethod(mean_and_scatter)
+
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         zeros = zero_vector(dim, device)
         self.count = self.add_state("count", zeros.new_zeros(()), "sum")
@@ -94,8 +91,7 @@ class Moments(Accumulator):
     @classmethod
     def of(cls, points: Tensor, mask: Tensor | None = None) -> Self:
         """Create an accumulator from one batch; see `update`."""
-        if points.dim() < 2:
-            raise UserError(f"points have shape {tuple(points.shape)}; expected (n, d)")
+        check_points(points)
         return cls(points.shape[-1], points.device).update(points, mask)
 
     @property
@@ -135,9 +131,6 @@ class Moments(Accumulator):
         delta = self.mean - mean
         return {"scatter": torch.addr(self.scatter, self.count * delta, delta)}
 
-    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None) -> BatchMoments:
-        return mean_and_scatter(points, mask)
-
     def add_batch(self, batch: BatchMoments) -> None:
         """Add the points of a batch by their moments, the result of `mean_and_scatter`."""
         count, mean, scatter = batch[:3]
@@ -169,6 +162,8 @@ class FourthMoments(Moments):
         third: t, `(d,)`.
         fourth: F, 0-d.
     """
+
+    _compute_batch_moments = staticmethod(fourth_moments)
 
     def __init__(self, dim: int, device: torch.device | str | None = None) -> None:
         super().__init__(dim, device)
@@ -212,9 +207,6 @@ class FourthMoments(Moments):
         """Return the scatter matrix, t and F about another center."""
         third, fourth = _recenter(BatchMoments(self.count, self.mean, self.scatter, self.third, self.fourth), mean)
         return {**super().recenter(mean), "third": third, "fourth": fourth}
-
-    def _compute_batch_moments(self, points: Tensor, mask: Tensor | None) -> BatchMoments:
-        return fourth_moments(points, mask)
 
     def add_batch(self, batch: BatchMoments) -> None:
         """Add the points of a batch by their moments, the result of `fourth_moments`."""

@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.numerics import (
-    BLOCK_ON_DEVICES,
-    block_size,
-    check_matrix,
-    full_precision,
-    mean_row,
-    row_norms,
-    split_rows,
-    upcast_blocks,
-)
+from istar.measures import numerics
 
 _TILE_LENGTH = 2_048
 """Number of rows, and of columns, of the distances computed at once on a CPU: 16 MiB in float32, 32 MiB in float64."""
@@ -52,16 +43,6 @@ class NeighbourMeasures(NamedTuple):
     point is hardly nearer than any other. Duplicates raise it. NaN if each point has a duplicate."""
 
 
-class _Nearest(NamedTuple):
-    """Result of `_find_nearest`, with a row for each of its rows; all distances are multiplied by its scale."""
-
-    distances: Tensor
-    indices: Tensor
-    mean_distances: Tensor
-    is_certain: Tensor
-    """Whether the error bound of the products shows that no other point is nearer."""
-
-
 def find_neighbours(points: Tensor, k: int = 10) -> Neighbours:
     """Find the k nearest other points of each point by Euclidean distance, and its mean distance to all others.
 
@@ -86,7 +67,7 @@ def find_neighbours(points: Tensor, k: int = 10) -> Neighbours:
     >>> neighbours.indices.flatten().tolist(), neighbours.mean_distances.tolist()
     ([1, 0, 1], [2.0, 1.5, 2.5])
     """
-    check_matrix(points, "points")
+    numerics.check_matrix(points, "points")
     n = len(points)
     if not 1 <= k < n:
         raise UserError(f"k is {k} for {n} points; expected at least 1, and at least k + 1 points")
@@ -127,13 +108,11 @@ def neighbour_measures(points: Tensor, k: int = 10) -> NeighbourMeasures:
         raise UserError(f"all {len(points)} points are equal; expected at least two different ones")
     occurrences = neighbours.indices.flatten().bincount(minlength=len(points)).double()
     deviations, nearest = occurrences - k, neighbours.distances[:, 0]
-    hubness_value = deviations.pow(3).mean() / deviations.square().mean().pow(1.5)  # NaN for 0 / 0
-    is_duplicate = nearest < 1e-3 * neighbours.mean_distances
     contrast = neighbours.mean_distances.mean() / nearest.mean() if nearest.any() else math.nan
     return NeighbourMeasures(
-        hubness=float(hubness_value),
+        hubness=float(deviations.pow(3).mean() / deviations.square().mean().pow(1.5)),  # NaN for 0 / 0
         antihubs=float((occurrences == 0).double().mean()),
-        near_duplicates=float(is_duplicate.double().mean()),
+        near_duplicates=float((nearest < 1e-3 * neighbours.mean_distances).double().mean()),
         relative_contrast=float(contrast),
     )
 
@@ -141,21 +120,27 @@ def neighbour_measures(points: Tensor, k: int = 10) -> NeighbourMeasures:
 def search_pairs(points: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
     """Return `find_neighbours` of finite points `(n, d)`, with products in a dtype, float32 or float64."""
     rows = torch.arange(len(points), device=points.device)
-    _, exponent = math.frexp(max(float(block.abs().amax()) for block in split_rows(points)))
-    # A power of two adds no rounding error, and keeps the squares of very large or small numbers in range.
-    scale = 2.0 ** -max(-1000, min(1000, exponent))
-    with full_precision(points.device):
-        nearest = _find_nearest(points, _center(points, scale, dtype), rows, k, scale)
-        distances, indices, mean_distances, is_certain = nearest
+    scale, mean = numerics.power_of_two_scale(points), numerics.mean_row(points)
+
+    def center(dtype: torch.dtype) -> Tensor:
+        return numerics.map_rows(points, lambda block: (block - mean) * scale, dtype)
+
+    with numerics.full_precision(points.device):
+        distances, indices, mean_distances, is_certain = _find_nearest(points, center(dtype), rows, k, scale)
         uncertain = rows[~is_certain]
         if dtype == torch.float32 and len(uncertain):
-            again = _find_nearest(points, _center(points, scale, torch.float64), uncertain, k, scale)
-            distances[uncertain], indices[uncertain] = again.distances, again.indices
+            again = _find_nearest(points, center(torch.float64), uncertain, k, scale)
+            distances[uncertain], indices[uncertain] = again[:2]
     return Neighbours(distances / scale, indices, mean_distances / scale)
 
 
-def _find_nearest(points: Tensor, factors: Tensor, rows: Tensor, k: int, scale: float) -> _Nearest:
+def _find_nearest(
+    points: Tensor, factors: Tensor, rows: Tensor, k: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Find the k nearest other points of some rows, `(m,)`, of points `(n, d)`.
+
+    Returns their distances and indices, `(m, k)`, and the mean distance to all others, `(m,)`, all distances times
+    `scale`; and whether the error bound of the products shows that no other point is nearer, `(m,)`.
 
     The candidates of a row have the smallest squared distances by products of `factors`, the points about an origin and
     times `scale`, in any dtype. With d + 8 roundings of relative size u at most, |x|² + |y|² - 2xy is wrong by at most
@@ -169,10 +154,10 @@ def _find_nearest(points: Tensor, factors: Tensor, rows: Tensor, k: int, scale: 
     # Of equally far candidates, the stable sort takes the first ones.
     candidates = candidates.sort(1).values
     nearest, order = (_compute_distances(points, rows, candidates) * scale).sort(stable=True)
-    farthest, own_norms = nearest[:, k - 1], row_norms(factors)[rows].double()
+    farthest, own_norms = nearest[:, k - 1], numerics.row_norms(factors)[rows].double()
     error = (d + 8) * limits.eps / 2 * (own_norms.square() + (own_norms + farthest).square()) + limits.tiny
     is_certain = (farthest.square() + error <= bounds.amax(1)) | (num_candidates == n - 1)
-    return _Nearest(nearest[:, :k], candidates.gather(1, order[:, :k]), totals / (n - 1), is_certain)
+    return nearest[:, :k], candidates.gather(1, order[:, :k]), totals / (n - 1), is_certain
 
 
 def _find_candidates(factors: Tensor, rows: Tensor, num_candidates: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,7 +177,7 @@ def _find_candidates(factors: Tensor, rows: Tensor, num_candidates: int) -> tupl
         candidates[places] = torch.cat([candidates[places], columns + first_column], 1).gather(1, order)
         smallest[places] = values
 
-    length = _TILE_LENGTH if factors.device.type == "cpu" else math.isqrt(BLOCK_ON_DEVICES)
+    length = _TILE_LENGTH if factors.device.type == "cpu" else math.isqrt(numerics.BLOCK_ON_DEVICES)
     has_all_rows = len(rows) == n
     for start in range(0, len(rows), length):
         places = slice(start, min(start + length, len(rows)))
@@ -218,14 +203,6 @@ def _find_candidates(factors: Tensor, rows: Tensor, num_candidates: int) -> tupl
 
 def _compute_distances(points: Tensor, rows: Tensor, neighbours: Tensor) -> Tensor:
     """Return the distances of rows `(m,)` of points to their neighbours, rows `(m, k)`, from differences in float64."""
-    length = max(1, block_size(points.device) // (neighbours.shape[1] * points.shape[1]))
+    length = max(1, numerics.block_size(points.device) // (neighbours.shape[1] * points.shape[1]))
     blocks = zip(rows.split(length), neighbours.split(length), strict=True)
-    return torch.cat([row_norms(points[row][:, None].double() - points[others]) for row, others in blocks])
-
-
-def _center(points: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return the points minus their mean, times a scale, `(n, d)`. They are subtracted in float64."""
-    factors, mean = torch.empty_like(points, dtype=dtype), mean_row(points)
-    for target, block in zip(split_rows(factors), upcast_blocks(points), strict=True):
-        target.copy_((block - mean) * scale)
-    return factors
+    return torch.cat([numerics.row_norms(points[row][:, None].double() - points[others]) for row, others in blocks])

@@ -130,11 +130,9 @@ class Norms(Accumulator):
 
     @torch.no_grad()
     def add_norms(self, norms: Tensor, total: Tensor) -> None:
-        """Add at least one point by its norm, so that several accumulators can share one computation of the norms.
+        """Add at least one point by the norms, `(n,)`, and the sum `(d,)` of the points, in the dtype of the sums.
 
-        Args:
-            norms: norms of the points, `(n,)`, in the dtype of the sums.
-            total: sum of the points, `(d,)`.
+        Several accumulators can so share one computation of the norms.
         """
         self.count = self.count + len(norms)
         self.norm_total = self.norm_total + norms.sum()
@@ -142,7 +140,10 @@ class Norms(Accumulator):
         self.smallest = torch.minimum(self.smallest, norms.min())
         self.largest = torch.maximum(self.largest, norms.max())
         if len(self.edges):
-            self.bins = self.bins + self._count_by_bin(norms)
+            bin_indices = torch.bucketize(norms, self.edges, right=True)
+            # The last bin includes its upper edge, as in numpy.histogram.
+            bin_indices[norms == self.edges[-1]] -= 1
+            self.bins = self.bins + bin_indices.bincount(minlength=len(self.bins))
 
     def compute(self) -> NormSummary:
         """Return the summary of all points added so far.
@@ -170,12 +171,6 @@ class Norms(Accumulator):
             below=below,
             above=above,
         )
-
-    def _count_by_bin(self, norms: Tensor) -> Tensor:
-        bin_indices = torch.bucketize(norms, self.edges, right=True)
-        # The last bin includes its upper edge, as in numpy.histogram.
-        bin_indices[norms == self.edges[-1]] -= 1
-        return bin_indices.bincount(minlength=len(self.bins))
 
 
 @torch.no_grad()

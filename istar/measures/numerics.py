@@ -1,7 +1,8 @@
 """What all measures share: checks of their input, precision, blocks of rows, norms, and the C memory allocator."""
 
 import ctypes
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -178,6 +179,29 @@ def upcast_blocks(rows: Tensor) -> Iterator[Tensor]:
         yield block.to(accumulation_dtype(rows.device))
 
 
+def spread_indices(max_count: int, total: int) -> list[int]:
+    """Return at most `max_count` distinct indices below `total`, evenly spread from 0 to the last one, ascending."""
+    places = torch.linspace(0, total - 1, min(max_count, total), dtype=torch.float64, device="cpu")
+    return places.round().long().tolist()
+
+
+def power_of_two_scale(points: Tensor) -> float:
+    """Return a power of two that scales the largest coordinate of the points to about 1.
+
+    It adds no rounding error, and keeps the squares of very large or small numbers in range.
+    """
+    _, exponent = math.frexp(max(float(block.abs().amax()) for block in split_rows(points)))
+    return 2.0 ** -max(-1000, min(1000, exponent))
+
+
+def map_rows(rows: Tensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return a function of the rows, by default in their dtype. It gets `upcast_blocks`, and returns blocks as wide."""
+    result = torch.empty_like(rows, dtype=dtype)
+    for block, target in zip(upcast_blocks(rows), split_rows(result), strict=True):
+        target.copy_(function(block))
+    return result
+
+
 def mean_row(rows: Tensor) -> Tensor:
     """Return the mean of the rows `(n, d)`, `(d,)`, in float64 (float32 on MPS)."""
     # The weighted means of the blocks do not overflow where the sum of all rows would.
@@ -189,15 +213,8 @@ def unit_vectors(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     If squares would overflow or underflow, rows are first divided by their largest coordinate.
     """
-    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    if _squares_are_safe(norms.detach()):
-        return rows / norms, norms.new_ones(len(rows), dtype=torch.bool)
-    largest = rows.detach().abs().amax(dim=-1, keepdim=True)
-    # `largest != 0` is true for NaN, so that NaN reaches the sums and is reported.
-    is_nonzero = largest != 0
-    scaled = rows / largest.masked_fill(~is_nonzero, 1)
-    norms = torch.linalg.vector_norm(scaled.masked_fill(~is_nonzero, 1), dim=-1, keepdim=True)
-    return (scaled / norms).masked_fill(~is_nonzero, 0), is_nonzero.squeeze(-1)
+    _, units, is_nonzero = norms_and_units(rows)
+    return units, is_nonzero
 
 
 def row_norms(rows: Tensor) -> Tensor:
@@ -221,7 +238,13 @@ def norms_and_units(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
     if _squares_are_safe(norms.detach()):
         return norms, rows / norms[:, None], norms.new_ones(len(rows), dtype=torch.bool)
-    return (row_norms(rows), *unit_vectors(rows))
+    largest = rows.detach().abs().amax(dim=-1, keepdim=True)
+    # `largest != 0` is true for NaN, so that NaN reaches the sums and is reported.
+    is_nonzero = largest != 0
+    scaled = rows / largest.masked_fill(~is_nonzero, 1)
+    scaled_norms = torch.linalg.vector_norm(scaled.masked_fill(~is_nonzero, 1), dim=-1, keepdim=True)
+    units = (scaled / scaled_norms).masked_fill(~is_nonzero, 0)
+    return row_norms(rows), units, is_nonzero.squeeze(-1)
 
 
 _SAFE_NORMS = {torch.float64: (1e-140, 1e140), torch.float32: (1e-12, 1e12)}

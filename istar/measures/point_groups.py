@@ -107,14 +107,9 @@ class RowsByGroup:
         return RowsByGroup(*(column.to(device) for column in (self.groups, self.counts, self.indices, self.order)))
 
     def sum_rows(self, points: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the sum of the rows of each group, times their weights. Not differentiable.
+        """Return the sum of the rows `(n, d)` of each group, times their weights, `(k, d)`, in the order of `groups`.
 
-        Args:
-            points: `(n, d)`, float32 or float64.
-            weights: weight of each row, `(n,)`, in the same dtype; 1 for all rows by default.
-
-        Returns:
-            `(k, d)` in the dtype of the points, in the order of `groups`.
+        Points and weights, `(n,)`, are both float32 or both float64, as is the result. Not differentiable.
         """
         if points.device.type != "cpu" and len(self.groups) <= NUM_LOG2_BINS:
             # A GPU would leave each of a few large bags to few of its threads.
@@ -257,26 +252,21 @@ class GroupedPoints(Accumulator):
         numerics.check_one_per_point(groups, "groups", points)
         rows = numerics.select_rows(points, mask, self._unit_totals.dim)
         groups = _convert_groups((groups if mask is None else groups[mask.bool()]).reshape(-1), self.groups)
-        if len(rows):
-            blocks = numerics.split_rows(rows)
-            groups_by_block = groups.split([len(block) for block in blocks])
-            for block, block_groups in zip(blocks, groups_by_block, strict=True):
-                norms, units, is_nonzero = numerics.norms_and_units(block.to(self.norm_total.dtype))
-                self._unit_totals.add(block_groups, units)
-                self.norm_total.index_add_(0, block_groups, norms)
-                self.count.index_add_(0, block_groups, torch.ones_like(block_groups))
-                self.nonzero.index_add_(0, block_groups, is_nonzero.long())
+        blocks = zip(numerics.upcast_blocks(rows), groups.split(numerics.block_length(rows)), strict=True)
+        for block, block_groups in blocks:
+            norms, units, is_nonzero = numerics.norms_and_units(block)
+            self._unit_totals.add(block_groups, units)
+            self.norm_total.index_add_(0, block_groups, norms)
+            self.count.index_add_(0, block_groups, torch.ones_like(block_groups))
+            self.nonzero.index_add_(0, block_groups, is_nonzero.long())
         return self
 
     @torch.no_grad()
     def add_rows(self, rows: RowsByGroup, unit_totals: Tensor, norm_totals: Tensor, num_nonzero: Tensor) -> None:
-        """Add points by sums over each group, so that several accumulators can share what these sums need.
+        """Add points by sums over each of their k groups, so that several accumulators can share what these sums need.
 
-        Args:
-            rows: the points by group; the k groups are from 0 to the number of groups - 1, which is not checked.
-            unit_totals: sum of the unit vectors of each of these groups, `(k, d)`.
-            norm_totals: sum of the norms of each of these groups, `(k,)`, in the dtype of the sums.
-            num_nonzero: number of points other than zero of each of these groups, `(k,)`.
+        The sums are those of the unit vectors, `(k, d)`, of the norms, `(k,)`, and of the points other than zero. The
+        groups are below the number of groups, which is not checked.
         """
         self._unit_totals.add(rows.groups, unit_totals)
         self.norm_total.index_add_(0, rows.groups, norm_totals)
@@ -338,21 +328,12 @@ class GroupedPoints(Accumulator):
             NonFiniteError: if a point is not finite.
         """
         numerics.check_finite(self.norm_total, "the points")
-        totals, occupied = self._unit_totals, self._unit_totals.find_occupied()
-        rows = totals.row_of_group[occupied]
-        counts_by_row = self.count.new_zeros(len(totals.totals)).index_copy_(0, rows, self.nonzero[occupied])
+        totals, rows = self._unit_totals.totals, self._unit_totals.row_of_group
         averages = torch.full_like(self.norm_total, torch.nan)
-        averages[occupied] = _average_cosine_by_group(totals.totals, counts_by_row)[rows]
+        for groups in (self.nonzero > 1).nonzero().squeeze(1).split(numerics.block_length(totals)):
+            n = self.nonzero[groups].to(averages.dtype)
+            averages[groups] = (totals[rows[groups]].to(averages.dtype).square().sum(1) - n) / (n * (n - 1))
         return averages
-
-
-def _average_cosine_by_group(totals: Tensor, counts: Tensor) -> Tensor:
-    """Return InterSim of each group, `(groups,)`, from the sums of its unit vectors; NaN for fewer than 2 points."""
-    averages = totals.new_full(counts.shape, torch.nan, dtype=numerics.accumulation_dtype(totals.device))
-    for group_indices in (counts > 1).nonzero().squeeze(1).split(numerics.block_length(totals)):
-        n = counts[group_indices].to(averages.dtype)
-        averages[group_indices] = (totals[group_indices].to(averages.dtype).square().sum(1) - n) / (n * (n - 1))
-    return averages
 
 
 def _convert_groups(groups: Tensor, num_groups: int) -> Tensor:

@@ -6,7 +6,6 @@ a time, so that the result is the only new matrix of W's size. Not differentiabl
 """
 
 import math
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -33,7 +32,7 @@ def centered(embeddings: Tensor) -> Tensor:
     """
     numerics.check_matrix(embeddings, "embeddings")
     mean = numerics.mean_row(embeddings)
-    return _transform_by_block(embeddings, lambda block: block - mean)
+    return numerics.map_rows(embeddings, lambda block: block - mean)
 
 
 @torch.no_grad()
@@ -48,11 +47,9 @@ def scaled_centered(embeddings: Tensor) -> Tensor:
     The argument and the errors are as in `centered`.
     """
     numerics.check_matrix(embeddings, "embeddings")
-    unit_sum = torch.stack(
-        [numerics.unit_vectors(block)[0].sum(0) for block in numerics.upcast_blocks(embeddings)]
-    ).sum(0)
-    mean_direction = unit_sum / len(embeddings)
-    return _transform_by_block(embeddings, lambda block: block - numerics.row_norms(block)[:, None] * mean_direction)
+    unit_sums = [numerics.unit_vectors(block)[0].sum(0) for block in numerics.upcast_blocks(embeddings)]
+    mean_direction = torch.stack(unit_sums).sum(0) / len(embeddings)
+    return numerics.map_rows(embeddings, lambda block: block - numerics.row_norms(block)[:, None] * mean_direction)
 
 
 @torch.no_grad()
@@ -86,8 +83,8 @@ def all_but_the_top(embeddings: Tensor, components: int | None = None, variant: 
         mean, top_directions = spectrum.origin, spectrum.vectors[:, :components]
 
         if variant == "corrected":
-            return _transform_by_block(embeddings, lambda block: remove_directions(block - mean, top_directions))
-        return _transform_by_block(embeddings, lambda block: remove_directions(block, top_directions) - mean)
+            return numerics.map_rows(embeddings, lambda block: remove_directions(block - mean, top_directions))
+        return numerics.map_rows(embeddings, lambda block: remove_directions(block, top_directions) - mean)
 
 
 def remove_directions(rows: Tensor, directions: Tensor) -> Tensor:
@@ -96,20 +93,9 @@ def remove_directions(rows: Tensor, directions: Tensor) -> Tensor:
 
 
 def count_top_components(dim: int, components: int | None = None) -> int:
-    """Return the number of components that `all_but_the_top` removes, by default ceil(d / 100).
-
-    Raises:
-        UserError: if `components` is not from 0 to d.
-    """
+    """Return the number of components that `all_but_the_top` removes: ceil(d / 100), or what is given, up to d."""
     if components is None:
         return math.ceil(dim / 100)
     if not 0 <= components <= dim:
         raise UserError(f"components is {components}; expected 0 to {dim}, the number of dimensions")
     return components
-
-
-def _transform_by_block(embeddings: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    result = torch.empty_like(embeddings)
-    for block, target in zip(numerics.split_rows(embeddings), numerics.split_rows(result), strict=True):
-        target.copy_(transform(block.to(numerics.accumulation_dtype(embeddings.device))))
-    return result

@@ -54,9 +54,7 @@ def singular_values(points: Tensor | Moments, centered: bool = True) -> Tensor:
     if isinstance(points, Moments):
         if points.count < 1:
             raise UserError("0 points have no singular values; expected at least 1")
-        scatter, mean = points.scatter.detach(), points.mean.detach()
-        if not centered:
-            scatter = scatter + points.count.detach() * torch.outer(mean, mean)
+        scatter = points.scatter if centered else points.recenter(torch.zeros_like(points.mean))["scatter"]
         numerics.check_finite(scatter, "the points, or their squares,")
         return significant_roots(scatter, points, torch.linalg.eigvalsh(scatter).flip(0))
     numerics.check_matrix(points, "points")
@@ -88,15 +86,10 @@ def decompose_rows(matrix: Tensor, forms: Sequence[str] = ("raw", "centered")) -
     """Decompose the rows of a matrix `(n, d)`, `raw` and `centered`, in float64 (float32 on MPS).
 
     The scatter matrix of the rows is summed once. Time O(n d^2 + d^3); memory beyond the matrix: a few matrices
-    `(d, d)` and blocks of 2 MiB (32 MiB on a GPU).
-
-    Raises:
-        UserError: if the matrix is not a finite floating matrix with rows.
+    `(d, d)` and blocks of 2 MiB (32 MiB on a GPU). Raises a `UserError` unless it is finite, floating and has rows.
     """
     numerics.check_matrix(matrix, "embeddings")
-    largest = max(block.abs().amax().item() for block in numerics.upcast_blocks(matrix))
-    # Scaling keeps the squares of very large or small numbers in range; a power of two adds no rounding error.
-    scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
+    scale = numerics.power_of_two_scale(matrix)
     with numerics.full_precision(matrix.device):
         mean = numerics.mean_row(matrix) * scale
         scatter = mean.new_zeros(len(mean), len(mean))
@@ -133,10 +126,7 @@ def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> in
     Squares below the smallest number of the dtype are lost, as in dimensions of pretrained models with a gain of nearly
     0. Such a dimension has :math:`M_{ij}^2 > M_{ii} M_{jj}` about the mean, and adds nothing to the rank.
 
-    Args:
-        scatter: M, `(d, d)`, about the mean or the origin.
-        moments: the moments with the sums, which are about the mean.
-        eigenvalues: eigenvalues of M, `(d,)`, descending.
+    M, `(d, d)`, is about the mean or the origin, and its eigenvalues, `(d,)`, descend. The sums are in `moments`.
     """
     sums = moments.scatter.detach()
     variances = sums.diagonal()

@@ -4,13 +4,7 @@ import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.numerics import (
-    block_size,
-    check_matrix,
-    full_precision,
-    unit_vectors,
-    upcast_blocks,
-)
+from istar.measures.numerics import block_size, check_matrix, full_precision, unit_vectors, upcast_blocks
 
 
 @torch.no_grad()
@@ -77,13 +71,11 @@ def alignment(points: Tensor, pairs: Tensor) -> float:
     >>> alignment(torch.eye(2), torch.tensor([[3.0, 0.0], [2.0, 0.0]]))
     1.0
     """
-    check_matrix(points, "points")
-    check_matrix(pairs, "pairs")
+    units, pair_units = _to_unit_vectors(points, "points"), _to_unit_vectors(pairs, "pairs")
     if points.shape != pairs.shape:
         raise UserError(
             f"pairs have shape {tuple(pairs.shape)}; expected {tuple(points.shape)}, one for each of the points"
         )
-    units, pair_units = _to_unit_vectors(points, "points"), _to_unit_vectors(pairs, "pairs")
     if min(len(units), len(pair_units)) < len(points):
         raise UserError("a point or its pair is zero and has no direction; expected pairs of nonzero points")
     return float((units - pair_units).square().sum(1).mean())

@@ -15,8 +15,8 @@ from istar.measures import numerics
 from istar.measures.matrix_forms import fix_signs
 from istar.measures.moments import Moments
 from istar.measures.postprocess import count_top_components, remove_directions
-from istar.vectors.clouds import PointSource, check_finite_rows, cloud_in_memory, is_frame, open_clouds
-from istar.vectors.vector_files import explain_file_errors
+from istar.vectors.clouds import check_finite_rows, cloud_in_memory, is_frame
+from istar.vectors.vector_files import PointSource, explain_file_errors, open_clouds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,16 +58,14 @@ class Transform(ABC):
             names = ", ".join(cloud.name for cloud in clouds)
             raise UserError(f"there are {len(clouds)} clouds, {names}; expected one")
         [cloud] = clouds
-        moments = None
+        moments = Moments(cloud.dim, cloud.read_spread_rows(1).device)
         for block in cloud.read_blocks(cloud.block_length):
-            moments = Moments(cloud.dim, block.device) if moments is None else moments
             moments.update(block.to(moments.mean.dtype))
-        assert moments is not None
         if not (moments.mean.isfinite().all() and moments.scatter.isfinite().all()):
             check_finite_rows(cloud)
             raise NonFiniteError(f"{cloud.name}: squares of the numbers are too large; expected smaller numbers")
-        matrix = self._compute_matrix(moments)
-        self.mean, self.matrix = moments.mean.double().cpu(), matrix
+        self.matrix = self._compute_matrix(moments)
+        self.mean = moments.mean.double().cpu()
         return self
 
     @abstractmethod
@@ -87,18 +85,18 @@ class Transform(ABC):
             UserError: before `fit`, and for another width or dtype. Rows that are not finite stay so, and do not matter
                 to the others.
         """
-        mean = self._get_mean()
+        mean, matrix = self._get_mean(), self.matrix
         cloud = cloud_in_memory("points", points)
         if cloud.dim != len(mean):
             raise UserError(f"points have the width {cloud.dim}; expected {len(mean)}, the width of the fitted points")
-        mapped: Any = None
-        num_mapped = 0
-        width = cloud.dim if self.matrix is None else self.matrix.shape[1]
-        for block in cloud.read_blocks(cloud.block_length):
-            if mapped is None:
-                mapped = block.new_empty(len(points), width)
-            mapped[num_mapped : num_mapped + len(block)] = self._map(block)
-            num_mapped += len(block)
+        row = cloud.read_spread_rows(1)
+        dtype, length = numerics.accumulation_dtype(row.device), cloud.block_length
+        mean, matrix = mean.to(row.device, dtype), None if matrix is None else matrix.to(row.device, dtype)
+        mapped: Any = row.new_empty(len(points), cloud.dim if matrix is None else matrix.shape[1])
+        with numerics.full_precision(row.device):
+            for block, mapped_block in zip(cloud.read_blocks(length), mapped.split(length), strict=True):
+                centered = block.to(dtype) - mean
+                mapped_block.copy_(centered if matrix is None else centered @ matrix)
         if isinstance(points, Tensor):
             return mapped
         if not is_frame(points):
@@ -137,8 +135,8 @@ class Transform(ABC):
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            classes: dict[str, Any] = {kind.__name__: kind for kind in (Centering, AllButTheTop, Whitening)}
-            kind = classes.get(metadata.get("transform", ""))
+            kinds: dict[str | None, Any] = {kind.__name__: kind for kind in Transform.__subclasses__()}
+            kind = kinds.get(metadata.get("transform"))
             if kind is None:
                 raise UserError(f"{path} has no transform; expected a file that Transform.save has written")
             if not issubclass(kind, cls):
@@ -151,14 +149,6 @@ class Transform(ABC):
         if self.mean is None:
             raise UserError(f"{type(self).__name__} is not fitted; call fit first")
         return self.mean
-
-    def _map(self, block: Tensor) -> Tensor:
-        dtype = numerics.accumulation_dtype(block.device)
-        centered = block.to(dtype) - self._get_mean().to(block.device, dtype)
-        if self.matrix is None:
-            return centered
-        with numerics.full_precision(block.device):
-            return centered @ self.matrix.to(block.device, dtype)
 
 
 @dataclass(eq=False)

@@ -1,15 +1,15 @@
-"""Files of vectors: .npy, .npz, .safetensors, .pt, .pth, .parquet and .jsonl, each read in blocks."""
+"""Opening clouds of points: in memory, or from .npy, .npz, .safetensors, .pt, .pth, .parquet and .jsonl files."""
 
-import dataclasses
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from zipfile import ZipFile
 
 import torch
@@ -17,16 +17,15 @@ from torch import Tensor
 
 from istar.errors import UserError, did_you_mean, shorten
 from istar.files.writing import refuse_special_file
-from istar.vectors.cloud import (
-    MIN_CLOUD_POINTS,
-    Cloud,
-    check_cloud,
-    cloud_of_array,
-    cloud_of_slices,
-    cloud_of_tensor,
-    spread,
-)
+from istar.measures.numerics import spread_indices
+from istar.vectors.clouds import MIN_CLOUD_POINTS, Cloud, check_count, check_matrix_of_points, cloud_in_memory
 
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+PointSource: TypeAlias = "Tensor | np.ndarray[Any, Any] | pd.DataFrame | Sequence[Any] | Mapping[str, Any] | str | Path"
+"""Tensor, array, data frame of floating columns, list of rows, file of vectors, or several of these by name."""
 _SPREAD_GROUPS = 16
 """Most row groups of a .parquet file of which `read_spread_rows` reads the beginning."""
 
@@ -38,6 +37,41 @@ class _Matrix(NamedTuple):
     dtype: str
     is_floating: bool
     open: Callable[[str], Cloud]  # makes the cloud with this name
+
+
+def open_clouds(points: PointSource, key: str | Sequence[str] | None = None) -> list[Cloud]:
+    """Return the clouds of a source of points, or of several sources by name.
+
+    Sources are tensors on any device, arrays (also memory-mapped), data frames, lists of rows, whatever NumPy converts,
+    and files. Those are mapped into memory or read in blocks, except that a matrix of a .npz file is loaded whole. A
+    single source is called `points`, and a matrix of a file has the name of its key, or of the file if there are no
+    keys. Values of .jsonl are float64.
+
+    Args:
+        points: floating numbers, `(n, d)`, with n of 4 or more and d of 2 or more. `vectors.parquet:column` names a
+            file with a key.
+        key: the key of a matrix in a file, or several. Needed if the file has more than one matrix.
+
+    Raises:
+        UserError: for another shape or dtype, an empty mapping, an unknown key, or a file that cannot be read. Points
+            that are not finite are not noticed: see `istar.vectors.clouds.check_finite_rows`.
+    """
+    if isinstance(points, str | Path):
+        return _open_file(points, key)
+    if key is not None:
+        raise UserError(f"key={key!r} needs a file; expected no key for points in memory")
+    sources = points if isinstance(points, Mapping) else {"points": points}
+    if not sources:
+        raise UserError("the mapping has no clouds; expected at least one name with points")
+    clouds = []
+    for name, source in sources.items():
+        if isinstance(source, str | Path):
+            [cloud] = _open_file(source)
+        else:
+            cloud = cloud_in_memory(str(name), source)
+            check_count(cloud.name, cloud.num_points)
+        clouds.append(replace(cloud, name=str(name)))
+    return clouds
 
 
 def is_vector_file(source: str | Path) -> bool:
@@ -62,12 +96,7 @@ def split_key(source: str | Path) -> tuple[Path, str | None]:
     return Path(match[1]), match[2]
 
 
-def open_vector_file(source: str | Path, key: str | Sequence[str] | None = None) -> list[Cloud]:
-    """Return the clouds of the keys of a file, or its only matrix. See `istar.vectors.clouds.open_clouds`.
-
-    Arrays that are not compressed are mapped into memory, so that only what is read uses memory. A .npz file is read a
-    member at a time. Values of .jsonl are float64.
-    """
+def _open_file(source: str | Path, key: str | Sequence[str] | None = None) -> list[Cloud]:
     path, key_of_source = split_key(source)
     if key is not None and key_of_source is not None:
         raise UserError(f"{source} names a key, and key={key!r} too; expected one of them")
@@ -78,7 +107,7 @@ def open_vector_file(source: str | Path, key: str | Sequence[str] | None = None)
         refuse_special_file(path)
         matrices = _LISTERS[path.suffix.lower()](path)
         keys = [_find_only_key(path, matrices)] if key is None else [key] if isinstance(key, str) else list(key)
-        return [_open(path, name, matrices) for name in keys]
+        return [_open_matrix(path, name, matrices) for name in keys]
 
 
 @contextmanager
@@ -93,34 +122,29 @@ def explain_file_errors(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise UserError(f"{path}: there is no such file") from error
     except UnpicklingError as error:
-        raise UserError(
-            f"{path} has pickled objects, which could execute code; expected nothing but tensors"
-        ) from error
+        raise UserError(f"{path} has pickled objects, which could execute code; expected only tensors") from error
     except Exception as error:  # the libraries have no common class of errors
-        reason = shorten(error, 120)
-        raise UserError(f"{path} cannot be read; expected a complete {path.suffix} file ({reason})") from error
+        expected = f"expected a complete {path.suffix} file ({shorten(error, 120)})"
+        raise UserError(f"{path} cannot be read; {expected}") from error
 
 
-def _open(path: Path, name: str, matrices: Mapping[str, _Matrix]) -> Cloud:
+def _open_matrix(path: Path, name: str, matrices: Mapping[str, _Matrix]) -> Cloud:
     if name not in matrices:
         known_keys = f"its keys are {_join(matrices)}" if "" not in matrices else "its only matrix has no name"
         raise UserError(f"{path} has no key {name}{did_you_mean(name, matrices)}; {known_keys}")
     matrix, label = matrices[name], f"{path}:{name}" if name else str(path)
     shape = [MIN_CLOUD_POINTS if size is None else size for size in matrix.shape]
     cast = ".astype before they are saved"
-    check_cloud(label, shape, matrix.dtype, matrix.is_floating, cast, MIN_CLOUD_POINTS)
+    check_matrix_of_points(label, shape, matrix.dtype, matrix.is_floating, cast)
+    check_count(label, shape[0])
     cloud = matrix.open(name or path.stem)
-    check_cloud(label, (shape[0], cloud.dim), matrix.dtype, True, cast)
+    check_matrix_of_points(label, (shape[0], cloud.dim), matrix.dtype, True, cast)
 
     def read_blocks(max_points: int) -> Iterator[Tensor]:
         with explain_file_errors(path):
             yield from cloud.read_blocks(max_points)
 
-    def read_spread_rows(max_points: int) -> Tensor:
-        with explain_file_errors(path):
-            return cloud.read_spread_rows(max_points)
-
-    return dataclasses.replace(cloud, read_blocks=read_blocks, read_spread_rows=read_spread_rows)
+    return replace(cloud, read_blocks=read_blocks, read_spread_rows=explain_file_errors(path)(cloud.read_spread_rows))
 
 
 def _find_only_key(path: Path, matrices: Mapping[str, _Matrix]) -> str:
@@ -129,10 +153,10 @@ def _find_only_key(path: Path, matrices: Mapping[str, _Matrix]) -> str:
     candidates = {name: matrix for name, matrix in matrices.items() if matrix.is_floating and len(matrix.shape) == 2}
     if not candidates:
         raise UserError(f"{path} has no matrix of floating numbers (n, d); its keys are {_join(matrices)}")
-    if len(candidates) > 1:
-        first = next(iter(candidates))
+    first, *others = candidates
+    if others:
         raise UserError(f"{path} has several matrices: {_join(candidates)}; name one, as in {path}:{first}")
-    return next(iter(candidates))
+    return first
 
 
 def _join(matrices: Mapping[str, _Matrix]) -> str:
@@ -150,30 +174,19 @@ def _list_npy(path: Path) -> dict[str, _Matrix]:
     import numpy as np
 
     array = np.lib.format.open_memmap(path, mode="r")
-    return {
-        "": _Matrix(array.shape, str(array.dtype), array.dtype.kind == "f", lambda name: cloud_of_array(name, array))
-    }
+    is_floating = array.dtype.kind == "f"
+    return {"": _Matrix(array.shape, str(array.dtype), is_floating, partial(cloud_in_memory, points=array))}
 
 
 def _list_npz(path: Path) -> dict[str, _Matrix]:
+    import numpy as np
     from numpy.lib import format as npy
 
     def list_member(archive: ZipFile, member: str) -> _Matrix:
         with archive.open(member) as file:
             read_header = npy.read_array_header_1_0 if npy.read_magic(file) == (1, 0) else npy.read_array_header_2_0
             shape, _, dtype = read_header(file)
-        return _Matrix(shape, str(dtype), dtype.kind == "f", lambda name: open_member(name, shape, member))
-
-    def open_member(name: str, shape: Sequence[int], member: str) -> Cloud:
-        def load() -> Cloud:
-            with ZipFile(path) as archive, archive.open(member) as file:
-                return cloud_of_array(name, npy.read_array(file, allow_pickle=False))
-
-        def read_blocks(max_points: int) -> Iterator[Tensor]:
-            return load().read_blocks(max_points)
-
-        # The whole member is in memory only while it is read.
-        return Cloud(name, shape[0], shape[1], read_blocks, lambda max_points: load().read_spread_rows(max_points))
+        return _Matrix(shape, str(dtype), dtype.kind == "f", lambda name: cloud_in_memory(name, np.load(path)[member]))
 
     with ZipFile(path) as archive:
         members = [name for name in archive.namelist() if name.endswith(".npy")]
@@ -183,19 +196,21 @@ def _list_npz(path: Path) -> dict[str, _Matrix]:
 def _list_safetensors(path: Path) -> dict[str, _Matrix]:
     from safetensors import safe_open
 
-    def list_tensor(part: Any) -> _Matrix:
-        shape, dtype = part.get_shape(), part.get_dtype()
-        is_floating = dtype.startswith(("F", "BF"))
-        return _Matrix(shape, dtype, is_floating, lambda name: cloud_of_slices(name, shape, lambda a, b: part[a:b]))
+    def list_tensor(key: str) -> _Matrix:
+        part = file.get_slice(key)
+        is_floating = part.get_dtype().startswith(("F", "BF"))
+        return _Matrix(
+            part.get_shape(), part.get_dtype(), is_floating, lambda name: cloud_in_memory(name, file.get_tensor(key))
+        )
 
     file = safe_open(path, "pt")
-    return {name: list_tensor(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+    return {key: list_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
 def _list_pt(path: Path) -> dict[str, _Matrix]:
     def list_tensor(tensor: Tensor) -> _Matrix:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return _Matrix(tensor.shape, dtype, tensor.is_floating_point(), lambda name: cloud_of_tensor(name, tensor))
+        return _Matrix(tensor.shape, dtype, tensor.is_floating_point(), partial(cloud_in_memory, points=tensor))
 
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if isinstance(content, Tensor):
@@ -216,9 +231,9 @@ def _list_parquet(path: Path) -> dict[str, _Matrix]:
         schema, num_rows = file.schema_arrow, file.metadata.num_rows
 
     def list_column(field: Any) -> _Matrix:
-        is_list, is_fixed = _is_list(field.type), types.is_fixed_size_list(field.type)
-        shape = (num_rows, field.type.list_size if is_fixed else None) if is_list else (num_rows,)
-        number_type = field.type.value_type if is_list else field.type
+        # A list of a fixed size has its size as an attribute.
+        shape = (num_rows, getattr(field.type, "list_size", None)) if _is_list(field.type) else (num_rows,)
+        number_type = field.type.value_type if _is_list(field.type) else field.type
         open_column = partial(_open_parquet, path, [field.name])
         return _Matrix(shape, str(number_type), types.is_floating(number_type), open_column)
 
@@ -248,14 +263,14 @@ def _open_parquet(path: Path, columns: Sequence[str], name: str) -> Cloud:
                 yield _to_rows(path, batch, dim)
 
     def read_spread_rows(max_points: int) -> Tensor:
-        groups = spread(min(_SPREAD_GROUPS, max_points, num_groups), num_groups)
+        groups = spread_indices(min(_SPREAD_GROUPS, max_points), num_groups)
         first_blocks = (itertools.islice(read(max_points // len(groups), [group], dim), 1) for group in groups)
         return torch.cat([*itertools.chain.from_iterable(first_blocks)])
 
     with parquet.ParquetFile(path) as file:
         num_points, num_groups = file.metadata.num_rows, file.num_row_groups
     dim = next(read(1)).shape[1]
-    return Cloud(name, num_points, dim, lambda max_points: read(max_points, dim=dim), read_spread_rows)
+    return Cloud(name, num_points, dim, partial(read, dim=dim), read_spread_rows)
 
 
 def _to_rows(path: Path, batch: Any, dim: int | None) -> Tensor:
@@ -273,8 +288,7 @@ def _to_rows(path: Path, batch: Any, dim: int | None) -> Tensor:
     if null_names := [name for name, values in zip(names, columns, strict=True) if values.null_count]:
         raise UserError(f"{path}: column {null_names[0]} has nulls; expected numbers")
     arrays = [values.to_numpy(zero_copy_only=False) for values in columns]
-    rows = np.stack(arrays, 1) if len(arrays) > 1 else arrays[0].reshape(len(batch), -1)
-    return torch.from_numpy(np.array(rows))
+    return torch.from_numpy(np.stack(arrays, 1).reshape(len(batch), -1))
 
 
 # ---- .jsonl
@@ -283,12 +297,10 @@ def _to_rows(path: Path, batch: Any, dim: int | None) -> Tensor:
 def _list_jsonl(path: Path) -> dict[str, _Matrix]:
     """List the keys of the first objects, or one matrix without a name if the lines are lists."""
     rows = [row for _, row in itertools.islice(_read_json_lines(path), MIN_CLOUD_POINTS)]
-    if len(rows) < MIN_CLOUD_POINTS:
-        raise UserError(f"{path}: {len(rows)} points are too few; expected {MIN_CLOUD_POINTS} or more")
+    check_count(str(path), len(rows))
+    first_values = {"": rows}
     if isinstance(rows[0], dict):
         first_values = {key: [row.get(key) for row in rows if isinstance(row, dict)] for key in rows[0]}
-    else:
-        first_values = {"": rows}
     matrices = {}
     for key, values in first_values.items():
         size = (len(values[0]),) if isinstance(values[0], list) else ()
@@ -300,20 +312,22 @@ def _list_jsonl(path: Path) -> dict[str, _Matrix]:
 
 
 def _open_jsonl(path: Path, key: str, dim: int, name: str) -> Cloud:
+    def read_points() -> Iterator[Tensor]:
+        for number, value in _read_json_lines(path):
+            row = value if key == "" else value.get(key) if isinstance(value, dict) else None
+            if not isinstance(row, list) or len(row) != dim or not set(map(type, row)) <= {float, int}:
+                found = f"a list of {len(row)} values" if isinstance(row, list) else f"a {type(row).__name__}"
+                raise UserError(
+                    f"{path}, line {number}: {found}; expected a list of {dim} numbers, as in the first line"
+                )
+            yield torch.tensor(row, dtype=torch.float64, device="cpu")
+
     def read_blocks(max_points: int) -> Iterator[Tensor]:
-        rows = (_to_vector(path, number, value, key, dim) for number, value in _read_json_lines(path))
-        while block := list(itertools.islice(rows, max_points)):
+        points = read_points()
+        while block := list(itertools.islice(points, max_points)):
             yield torch.stack(block)
 
     return Cloud(name, None, dim, read_blocks, lambda max_points: next(read_blocks(max_points)))
-
-
-def _to_vector(path: Path, line_number: int, value: Any, key: str, dim: int) -> Tensor:
-    row = value if key == "" else value.get(key) if isinstance(value, dict) else None
-    if not isinstance(row, list) or len(row) != dim or not set(map(type, row)) <= {float, int}:
-        found = f"a list of {len(row)} values" if isinstance(row, list) else f"a {type(row).__name__}"
-        raise UserError(f"{path}, line {line_number}: {found}; expected a list of {dim} numbers, as in the first line")
-    return torch.tensor(row, dtype=torch.float64, device="cpu")
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -322,10 +336,9 @@ def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    value = json.loads(line)
+                    yield number, json.loads(line)
                 except ValueError as error:
                     raise UserError(f"{path}, line {number}: not JSON: {shorten(error)}") from error
-                yield number, value
 
 
 _LISTERS: dict[str, Callable[[Path], dict[str, _Matrix]]] = {

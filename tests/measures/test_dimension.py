@@ -134,7 +134,7 @@ def test_neighbours_are_those_of_all_distances(monkeypatch, points):
             math.dist(point, other) for other in np.delete(distinct_points, index, axis=0)
         )[:2]
         expected.append(second_distance / first_distance)
-    distances, _ = dimension._find_neighbour_distances(points, 2)
+    distances = dimension._find_neighbour_distances(points, 2)
     np.testing.assert_allclose((distances[:, 1] / distances[:, 0]).numpy(), expected, rtol=1e-14)
 
 

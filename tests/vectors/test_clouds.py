@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from istar.errors import NonFiniteError, UserError
-from istar.vectors.cloud import Cloud
-from istar.vectors.clouds import check_finite_rows, open_clouds
+from istar.vectors.clouds import Cloud, check_finite_rows
+from istar.vectors.vector_files import open_clouds
 
 POINTS = np.random.default_rng(0).standard_normal((23, 5))
 SINGLE = POINTS.astype(np.float32)
@@ -102,7 +102,7 @@ def test_a_mapping_names_its_clouds(tmp_path: Path) -> None:
 def test_rows_that_are_not_finite_are_counted_over_the_whole_cloud(
     bad_rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("istar.vectors.cloud._BLOCK_NUMBERS", 20)
+    monkeypatch.setattr("istar.vectors.clouds._BLOCK_NUMBERS", 20)
     check_finite_rows(open_clouds(POINTS)[0])
     points = POINTS.copy()
     points[bad_rows, 2], points[bad_rows, 3] = np.nan, -np.inf

@@ -14,7 +14,7 @@ import istar
 from istar import AllButTheTop, Centering, Transform, Whitening
 from istar.errors import NonFiniteError, UserError
 from istar.measures import all_but_the_top, centered
-from istar.vectors import cloud
+from istar.vectors import clouds
 
 KINDS: dict[str, type[Transform]] = {"centering": Centering, "all but the top": AllButTheTop, "whitening": Whitening}
 
@@ -39,7 +39,7 @@ def principal_axes(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide all clouds into blocks of 7 of their 6-dimensional points."""
-    monkeypatch.setattr(cloud, "_BLOCK_NUMBERS", 45)
+    monkeypatch.setattr(clouds, "_BLOCK_NUMBERS", 45)
 
 
 # ---- the maps

@@ -17,8 +17,7 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 
 from istar.errors import UserError
-from istar.vectors.clouds import open_clouds
-from istar.vectors.vector_files import is_vector_file, split_key
+from istar.vectors.vector_files import is_vector_file, open_clouds, split_key
 
 POINTS = np.random.default_rng(0).standard_normal((203, 6))
 SINGLE = POINTS.astype(np.float32)
