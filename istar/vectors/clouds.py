@@ -71,8 +71,8 @@ def _to_tensor_or_array(name: str, points: Any) -> "Tensor | np.ndarray[Any, Any
     if others:
         raise UserError(
             f"{name}: {len(others)} of {points.shape[1]} columns are not floating: {shorten(', '.join(others), 60)}; "
-            'expected floating columns; choose some, or convert them with .astype("float32"); numpy.stack joins a column '
-            "of vectors"
+            'expected floating columns; choose some, or convert them with .astype("float32"); '
+            "numpy.stack joins a column of vectors"
         )
     # Columns of pandas' own dtypes name the dtype of NumPy.
     dtype = np.result_type(*(getattr(dtype, "numpy_dtype", dtype) for dtype in points.dtypes), np.float16)
