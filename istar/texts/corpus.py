@@ -320,7 +320,8 @@ def split_into_batches(
 
 def pad_batch(blocks: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
     """Pad the token ids of blocks to the longest, and return `input_ids` and `attention_mask`, `(blocks, tokens)`."""
-    lengths = torch.tensor([len(block) for block in blocks])
-    is_token = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.full(is_token.shape, pad_id).masked_scatter_(is_token, torch.tensor(list(chain.from_iterable(blocks))))
+    lengths = torch.tensor([len(block) for block in blocks], device="cpu")
+    is_token = torch.arange(int(lengths.max()), device="cpu") < lengths[:, None]
+    token_ids = torch.tensor(list(chain.from_iterable(blocks)), device="cpu")
+    ids = torch.full(is_token.shape, pad_id, device="cpu").masked_scatter_(is_token, token_ids)
     return {"input_ids": ids, "attention_mask": is_token.long()}

@@ -49,6 +49,8 @@ class BatchReader:
             on noise find them.
 
     Attributes:
+        model: the argument.
+        special_tokens: the argument.
         names: names of the states, from the input to the output, or in the order of `modules`.
         norm: the final norm of a transformers model, if it has one.
         device: device that the batches go to.
@@ -71,7 +73,7 @@ class BatchReader:
         check_one_of("special_tokens", special_tokens, ("include", "exclude"))
         if channels is not None:
             check_one_of("channels", channels, ("first", "last"))
-        self._model, self._mask, self._channels = model, mask, channels
+        self.model, self.special_tokens, self._mask, self._channels = model, special_tokens, mask, channels
         self._excludes_special = special_tokens == "exclude"
         self._num_constant_places: int | None = None
         self._widths: dict[str, int] = {}
@@ -91,7 +93,11 @@ class BatchReader:
             stack.callback(self._reader.remove)
             self.names, self.norm = self._reader.names, self._reader.norm
             self._config = getattr(self._reader.base_model, "config", None)
-            if self._excludes_special and modules is None and not _has_key(first_batch, "special_tokens_mask"):
+            if (
+                self.special_tokens == "exclude"
+                and modules is None
+                and not _has_key(first_batch, "special_tokens_mask")
+            ):
                 self._num_constant_places = self._find_constant_places(first_batch)
             self._stack = stack.pop_all()
 
@@ -122,7 +128,7 @@ class BatchReader:
     def run(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
         """Run the model on a batch; return its output, and the states by name as the model computes them."""
         with uncompiled(), full_precision(self.device):
-            return self._call_model(lambda *args, **kwargs: self._reader.call(self._model, *args, **kwargs), batch)
+            return self._call_model(lambda *args, **kwargs: self._reader.call(self.model, *args, **kwargs), batch)
 
     def arrange(self, states: Mapping[str, Tensor], batch: Any) -> tuple[dict[str, Places], Tensor | None]:
         """Return what `read` returns from the states of a batch that `run` has returned."""
@@ -149,7 +155,7 @@ class BatchReader:
         except Exception as error:  # the types depend on the model
             shown = ", ".join([*(f"a {type(value).__name__}" for value in args), *(f"{name}=" for name in kwargs)])
             raise UserError(
-                f"{type(self._model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of "
+                f"{type(self.model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of "
                 "what its forward takes: leave out labels and other values"
             ) from error
 
@@ -167,28 +173,27 @@ class BatchReader:
 
     def _find_mask(self, batch: Any) -> Tensor | None:
         """Return which places of a batch count, `(batch, places)`, apart from those that do not depend on the input."""
-        mask: Any
+        key = self._mask if isinstance(self._mask, str) else "attention_mask"
+        if isinstance(self._mask, str) and not _has_key(batch, key):
+            raise UserError(f"the batch has no {key}; expected mask= one of its keys, or a function of it")
+        mask = None
         if callable(self._mask):
-            mask = self._mask(batch)
-        else:
-            key = self._mask or "attention_mask"
-            if self._mask is not None and not _has_key(batch, key):
-                raise UserError(f"the batch has no {key}; expected mask= one of its keys, or a function of it")
-            mask = batch[key] if _has_key(batch, key) else None
+            mask = _to_bool(self._mask(batch))
+        elif _has_key(batch, key):
+            mask = _to_bool(batch[key])
         if self._excludes_special and self._num_constant_places is None:
             if not _has_key(batch, "special_tokens_mask"):
                 raise UserError(
                     'the batch has no special_tokens_mask; expected one for special_tokens="exclude" with texts or '
                     "modules=[...]: tokenizers return it with return_special_tokens_mask=True"
                 )
-            is_content = torch.as_tensor(batch["special_tokens_mask"]) == 0
-            mask = is_content if mask is None else torch.as_tensor(mask)
+            is_content = ~_to_bool(batch["special_tokens_mask"])
+            mask = is_content if mask is None else mask
             if mask.shape != is_content.shape:
                 raise UserError(
                     f"special_tokens_mask has shape {tuple(is_content.shape)}; expected {tuple(mask.shape)} as the mask"
                 )
-            mask = mask.bool() & is_content.to(mask.device)
-        mask = None if mask is None else torch.as_tensor(mask).bool()
+            mask = mask & is_content.to(mask.device)
         if mask is not None and mask.dim() != 2:
             raise UserError(f"the mask has shape {tuple(mask.shape)}; expected (batch, places): mask= a function")
         return mask
@@ -206,7 +211,7 @@ class BatchReader:
         first, second = (self.run(map_tensors(batch, make_noise))[1][self.names[0]] for _ in range(2))
         if torch.equal(first, second):
             raise UserError(
-                f"{self.names[0]} does not depend on the floating inputs of {type(self._model).__name__}, so that its "
+                f"{self.names[0]} does not depend on the floating inputs of {type(self.model).__name__}, so that its "
                 'special places are unknown; expected special_tokens="include"'
             )
         if first.dim() != 3:
@@ -217,6 +222,11 @@ class BatchReader:
 
 def _has_key(batch: Any, key: str) -> bool:
     return isinstance(batch, Mapping) and key in batch
+
+
+def _to_bool(values: Any) -> Tensor:
+    # With a default device, `as_tensor` would also move tensors.
+    return (values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")).bool()
 
 
 def _check_contained(model: nn.Module, modules: Sequence[nn.Module]) -> None:

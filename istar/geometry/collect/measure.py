@@ -16,7 +16,7 @@ from istar.files.outputs import Output
 from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm, measure_rows
 from istar.geometry.collect.mean_states import read_examples
-from istar.geometry.collect.measures_file import EXAMPLES_FILE, SOURCE_FIELDS, Measurements, ModelName, read_earlier
+from istar.geometry.collect.measures_file import EXAMPLES_FILE, Measurements, ModelName, arrange_by_source, read_earlier
 from istar.geometry.collect.model_identity import compute_identity, hash_model, hash_weights
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.stream import Stream
@@ -179,9 +179,6 @@ def measure_texts(
         summaries = _run_pass(stream, plan, console)
     finally:
         stream.taps.remove()
-    by_source: dict[str, Any] = {
-        field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
-    }
     measurements = Measurements(
         model={
             **model.names._asdict(),
@@ -199,7 +196,7 @@ def measure_texts(
         readings={source: asdict(reading) for source, reading in stream.readings.items()},
         seconds=model.seconds + time.monotonic() - start + stream.earlier_seconds,
         processes=stream.num_processes,
-        **by_source,
+        **arrange_by_source(summaries),
     )
     sums = {plan.text_hashes[name]: summaries[name]["examples"] for name in plan.text_hashes if name in summaries}
     return Collected(
