@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from rich.console import Console
 from torch import Tensor, nn
 
 from istar.drawing.terminal import make_console
@@ -30,8 +31,6 @@ from istar.vectors.clouds import PointSource, open_clouds
 from istar.vectors.vector_files import is_vector_file
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from istar.geometry.collect.measure import OpenedModel
     from istar.texts.corpus import Documents
 

@@ -276,8 +276,11 @@ def test_modules_that_cannot_be_layers_are_refused_in_one_line():
         attach(model, make_istar())
     with pytest.raises(UserError, match=r"nn\.DataParallel runs copies"):
         attach(nn.DataParallel(bert()), make_istar())
+    with pytest.raises(UserError, match="a Linear of modules is not part of Tower; expected its modules"):
+        attach(model, make_istar(), modules=[*model.layers, nn.Linear(1, 1)])
+    model.unused = nn.Linear(1, 1)
     with (
-        attach(model, make_istar(), modules=[*model.layers, nn.Linear(1, 1)]),
+        attach(model, make_istar(), modules=[*model.layers, model.unused]),
         pytest.raises(UserError, match="Tower called 3 layers; expected a call of all 4"),
     ):
         model(POINTS)

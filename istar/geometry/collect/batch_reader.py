@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from istar.errors import UserError, check_one_of, shorten
 from istar.geometry.collect.state_rows import Channels, Places, leave_out_first, map_tensors, to_places
 from istar.hidden_states.call_arguments import read_argument_names
-from istar.hidden_states.model_layers import eval_mode, select_modules, uncompiled
+from istar.hidden_states.model_layers import eval_mode, uncompiled
 from istar.hidden_states.offloading import find_input_device
 from istar.hidden_states.reader import HiddenStateReader
 from istar.measures.numerics import full_precision
@@ -85,19 +85,12 @@ class BatchReader:
         self._takes_use_cache = "use_cache" in read_argument_names(model)
         with ExitStack() as stack:
             stack.enter_context(eval_mode(model))
-            if modules is None:
-                self._reader = HiddenStateReader(model, call=lambda: self._call_model(model, first_batch))
-            else:
-                _check_contained(model, select_modules(model, modules))
-                self._reader = HiddenStateReader(model, modules=modules)
+            call = None if modules is not None else lambda: self._call_model(model, first_batch)
+            self._reader = HiddenStateReader(model, modules=modules, call=call)
             stack.callback(self._reader.remove)
             self.names, self.norm = self._reader.names, self._reader.norm
             self._config = getattr(self._reader.base_model, "config", None)
-            if (
-                self.special_tokens == "exclude"
-                and modules is None
-                and not _has_key(first_batch, "special_tokens_mask")
-            ):
+            if self._excludes_special and modules is None and not _has_key(first_batch, "special_tokens_mask"):
                 self._num_constant_places = self._find_constant_places(first_batch)
             self._stack = stack.pop_all()
 
@@ -227,14 +220,3 @@ def _has_key(batch: Any, key: str) -> bool:
 def _to_bool(values: Any) -> Tensor:
     # With a default device, `as_tensor` would also move tensors.
     return (values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")).bool()
-
-
-def _check_contained(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Raise a `UserError` for a module that is not part of the model."""
-    parts = set(model.modules())
-    for module in modules:
-        if module not in parts:
-            raise UserError(
-                f"a {type(module).__name__} of modules is not part of {type(model).__name__}; expected its modules, or "
-                "their names"
-            )

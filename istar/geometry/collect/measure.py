@@ -37,8 +37,7 @@ _MAX_DEFAULT_LENGTH = 512
 class OpenedModel:
     """A model in memory, and what its measurements say about it."""
 
-    name: str  # name in the results: hub id, folder or file
-    revision: str | None  # branch, tag or commit on the hub
+    names: ModelName  # in the results
     encoder: PreTrainedModel  # the model without a head, in eval mode, on its devices
     tokenizer: PreTrainedTokenizerBase
     output_matrix: Matrix | None  # output embeddings, which the encoder lacks; None without any, or if they are tied
@@ -46,11 +45,6 @@ class OpenedModel:
     weights: str  # result of `hash_weights`
     identity: str  # result of `hash_model`
     seconds: float = 0.0  # time that loading took
-
-    @property
-    def names(self) -> ModelName:
-        """Name and revision."""
-        return ModelName(self.name, self.revision)
 
     @property
     def device(self) -> torch.device:
@@ -72,8 +66,7 @@ def open_model(
     output_matrix = read_untied_output(source)
     weights = hash_weights(encoder, output_matrix)
     return OpenedModel(
-        name=name or source.name,
-        revision=source.revision,
+        names=ModelName(name or source.name, source.revision),
         encoder=encoder,
         tokenizer=tokenizer,
         output_matrix=output_matrix,
@@ -100,10 +93,9 @@ class TextPass:
 
 
 def plan_pass(model: OpenedModel, texts: Sequence[Source], settings: MeasureSettings) -> TextPass:
-    """Return what to measure.
+    """Return what to measure; a length of 0 becomes the model's longest input, at most 512.
 
-    A length of 0 in `settings` becomes the model's longest input, 512 at most, or 512 if the model takes inputs of any
-    length. Raises a `UserError` if a text cannot be read, or a setting does not fit the model.
+    Raises a `UserError` if a text cannot be read, or a setting does not fit the model.
     """
     settings = _resolve_length(settings, model.encoder)
     text_hashes = {text.name: compute_identity(*text.identify(settings.limit))[:16] for text in texts}
@@ -121,7 +113,8 @@ def hold_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> OpenedMo
     is_untied = output is not None and output.weight is not encoder.get_input_embeddings().weight
     matrix = Matrix(output.weight.detach(), "output", "", None, tied=False) if is_untied else None
     dtype = str(next(encoder.parameters()).dtype).removeprefix("torch.")
-    return OpenedModel(type(head_model).__name__, None, encoder, tokenizer, matrix, dtype, weights="", identity="")
+    names = ModelName(type(head_model).__name__)
+    return OpenedModel(names, encoder, tokenizer, matrix, dtype, weights="", identity="")
 
 
 def measure_into(
@@ -208,20 +201,11 @@ def _open_stream(plan: TextPass, out: Path | None, num_examples: int, labels: La
     model = plan.model
     if model.device.type == "cpu":
         keep_freed_memory()
-    if out is None:
-        return Stream(model.encoder, model.tokenizer, plan.settings, num_examples=num_examples, labels=labels)
     # The state also depends on the device, where sums have other rounding errors.
-    identity = compute_identity(
-        model.identity,
-        model.device.type,
-        plan.settings,
-        num_examples,
-        [text.path for text in plan.texts],
-        *plan.text_hashes.values(),
-    )
-    return Stream(
-        model.encoder, model.tokenizer, plan.settings, Output(out, "state").open_state("pass"), identity, num_examples
-    )
+    paths, hashes = [text.path for text in plan.texts], plan.text_hashes.values()
+    identity = compute_identity(model.identity, model.device.type, plan.settings, num_examples, paths, *hashes)
+    state_path = None if out is None else Output(out, "state").open_state("pass")
+    return Stream(model.encoder, model.tokenizer, plan.settings, state_path, identity, num_examples, labels)
 
 
 def _measure_embeddings(
@@ -264,7 +248,6 @@ def _count_rows(
 
 
 def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
-    """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512."""
     max_length = find_max_input_length(model.config)
     if max_length is not None and settings.length > max_length:
         raise UserError(f"--length {settings.length} is too long; the model takes at most {max_length} tokens")

@@ -37,7 +37,7 @@ class PlaceRows(NamedTuple):
     types: Tensor | None  # token id of each point, `(n,)`, on the CPU
 
 
-def select_rows(
+def select_places(
     places_by_state: Mapping[str, Places], example_numbers: Tensor, token_ids: Tensor | None
 ) -> list[PlaceRows]:
     """Return the places of a batch that count, of all states with the same ones together."""
@@ -164,7 +164,7 @@ def measure_batches(
             places_by_state, token_ids = reader.read(batch)
             end = num_seen + len(next(iter(places_by_state.values())).values)
             new_numbers = torch.arange(num_seen, end, device="cpu") if numbers is None else numbers
-            sums.add(select_rows(places_by_state, new_numbers, token_ids))
+            sums.add(select_places(places_by_state, new_numbers, token_ids))
             num_seen, num_rows = end, max(sums.num_points.values())
             progress.update(task, completed=num_rows)
             if limit is not None and num_rows >= limit:

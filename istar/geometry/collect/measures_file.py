@@ -136,10 +136,9 @@ def arrange_by_source(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, A
 def describe_model(
     name: str, dtypes: Iterable[object], devices: Iterable[object], model_type: str | None = None
 ) -> dict[str, Any]:
-    """Return `Measurements.model` of a model in memory or of points, from torch's dtypes and devices."""
+    """Return `Measurements.model` of a model in memory or of points."""
     return {
-        "name": name,
-        "revision": None,
+        **ModelName(name)._asdict(),
         "dtype": ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
         "type": model_type,
         "device": ", ".join(sorted(map(str, devices))),

@@ -149,7 +149,3 @@ class SourceSums(Accumulator):
             for tap, layer in self.layers.items()
             if self._has_all_measures and self.get_sample(tap).size
         }
-
-    def compute_examples(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the number of points and the mean state, `(examples,)` and `(examples, d)`, of each state."""
-        return {state: sums.compute() for state, sums in self.examples.items()}
