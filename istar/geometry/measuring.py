@@ -25,7 +25,7 @@ from istar.geometry.collect.sentence_reader import SentenceReader, sort_sentence
 from istar.geometry.collect.state_rows import Channels
 from istar.geometry.collect.summaries import Collected
 from istar.geometry.geometry import Geometry
-from istar.hidden_states.model_layers import eval_mode, uncompiled
+from istar.hidden_states.model_layers import eval_mode
 from istar.models.saved_checkpoints import parse_models
 from istar.vectors.clouds import PointSource, open_clouds
 from istar.vectors.vector_files import is_vector_file
@@ -185,13 +185,11 @@ def measure(
         batches = ((batch, None) for batch in subject_inputs)
     first = next(batches)
     with make_reader(subject, first[0]) as reader:
-        return Geometry(
-            *measure_batches(reader, itertools.chain([first], batches), settings, labels, NUM_EXAMPLES, console)
-        )
+        numbered = itertools.chain([first], batches)
+        return Geometry(*measure_batches(reader, numbered, settings, labels, NUM_EXAMPLES, console))
 
 
 def _check_options(what: str, given: Sequence[str]) -> None:
-    """Raise a `UserError` for an option that `measure` does not have for what it measures."""
     for name in given:
         if name not in _OPTIONS[what]:
             hint = did_you_mean(name, _OPTIONS[what])
@@ -275,5 +273,5 @@ def _measure_texts(
         labels.check_length(f"texts of {source.name}", len(source.documents or ()))
     model = open_model()
     plan = text_road.plan_pass(model, sources, settings)
-    with eval_mode(model.encoder), uncompiled():
+    with eval_mode(model.encoder):
         return text_road.measure_texts(plan, None, console, NUM_EXAMPLES, labels)

@@ -38,19 +38,13 @@ class BatchReader:
     Args:
         model: any module.
         first_batch: a batch as for `read`; `modules` makes it unnecessary to run the model on it.
-        modules: names, patterns in which `*` stands for a part of a name, such as "blocks.*", or modules; see
-            `istar.hidden_states.model_layers.select_modules`. A state is the module's output, its first tensor or its
-            `last_hidden_state`.
-        mask: which places count, 1 or 0, `(batch, places)`: a key of the batch, or a function of the batch. By default
-            `attention_mask`, if the batch has it; otherwise all. Speech models convert a mask of samples to frames.
-        channels: where the width of a state with four dimensions is; see `to_places`.
-        special_tokens: "exclude" leaves out the places of a batch's `special_tokens_mask`. In models of images and
-            sound, it leaves out the first places that do not depend on the input, such as CLS and registers: two passes
-            on noise find them.
+        modules: as for `istar.measure`, like the other arguments.
+        mask: which places count. For speech models it may be of samples, see `to_places`.
+        channels: where the width of a state with four dimensions is.
+        special_tokens: "exclude" leaves out places that are not content. Two passes on noise find those that do not
+            depend on the input.
 
     Attributes:
-        model: the argument.
-        special_tokens: the argument.
         names: names of the states, from the input to the output, or in the order of `modules`.
         norm: the final norm of a transformers model, if it has one.
         device: device that the batches go to.

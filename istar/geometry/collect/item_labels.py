@@ -21,17 +21,11 @@ ByCloud: TypeAlias = "ItemLabels | Mapping[str, ItemLabels]"
 
 @dataclass(frozen=True)
 class Labels:
-    """Groups and ids of the rows of clouds, or of the examples of a model's inputs, in their order.
+    """Groups and ids of the rows of clouds, or of the examples of a model's inputs, in their order."""
 
-    Attributes:
-        num_groups: number of groups for standard errors; 0 computes none.
-        groups: group of each item, from 0 to `num_groups` - 1, `(n,)`; None if the items are independent of each other.
-        ids: name of each item, by which two sources are compared; empty for none.
-    """
-
-    num_groups: int
-    groups: Tensor | None = None
-    ids: tuple[str, ...] = ()
+    num_groups: int  # number of groups for standard errors; 0 computes none
+    groups: Tensor | None = None  # group of each item, from 0, `(n,)`; None if the items are independent of each other
+    ids: tuple[str, ...] = ()  # name of each item, by which two sources are compared; empty for none
     num_independent: int | None = None  # number of different groups that the user gave, of which several may be joined
 
     def find_groups(self, items: Tensor) -> Tensor:

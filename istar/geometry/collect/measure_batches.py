@@ -61,16 +61,9 @@ def select_places(
 class BatchSums:
     """Adds the states of batches to the sums of each state, thousands of rows at a time.
 
-    The origins of the sums are the means of the first batch with rows.
-
-    Args:
-        settings: which measures, groups and sample.
-        labels: groups of the examples.
-        num_types: size of the model's vocabulary; 0 for a model without one.
-        num_examples: number of examples, from the first one on, whose mean states are kept.
-
-    Attributes:
-        num_points: number of rows by state.
+    The origins of the sums are the means of the first batch with rows. `num_types` is the size of the model's
+    vocabulary, or 0, and `num_points` the number of rows by state. The mean states of the first `num_examples` examples
+    are kept.
     """
 
     def __init__(self, settings: SumSettings, labels: Labels, num_types: int = 0, num_examples: int = 0) -> None:

@@ -42,9 +42,9 @@ def sum_cloud(
     device: str | None = None,
     console: Console | None = None,
 ) -> tuple[SourceSums, torch.dtype]:
-    """Return the sums over the rows of a cloud, and the dtype of its points; the arguments are as for `measure_clouds`.
+    """Return the sums over the rows of a cloud, and the dtype of its points; see `measure_clouds`.
 
-    The index of the cloud makes its sample independent of those of other clouds.
+    The index makes the sample of the cloud independent of those of other clouds.
     """
     spread_rows = cloud.read_spread_rows(ORIGIN_ROWS)
     sum_device = spread_rows.device if device is None else torch.device(device)
@@ -106,19 +106,11 @@ def measure_clouds(
 ) -> Collected:
     """Measure each cloud in one pass over its rows.
 
-    Args:
-        clouds: the clouds, of any widths and numbers of rows.
-        settings: which measures, and how many rows.
-        labels: groups and ids of the rows, by the name of the cloud.
-        source: where the clouds are from.
-        pairs: whether row i of each cloud belongs together, so that their alignment is measured, too.
-        device: device of the sums; None for the one where the points are.
-        num_examples: number of rows, from the first one on, that are kept for comparisons if they have ids.
-        console: shows a progress bar.
+    `labels` are by the name of the cloud, and `source` says where the clouds are from. With `pairs`, row i of each
+    cloud belongs together, and their alignment is measured, too. Sums are on `device`, or else where the points are.
+    The first `num_examples` rows are kept for comparisons if they have ids. A console shows a progress bar.
 
-    Raises:
-        UserError: if the rows are too few, or do not fit the labels or each other.
-        NonFiniteError: for rows that are not finite.
+    Raises a `UserError` if rows are too few, or do not fit the labels or each other, and a `NonFiniteError`.
     """
     start = time.monotonic()
     if pairs and len(clouds) < 2:
