@@ -111,6 +111,8 @@ def open_texts(texts: str | Path | Iterable[str] | Mapping[str, str | Path | Ite
                 kind = type(document).__name__
                 raise UserError(f"{name or 'texts'}: a text is a {kind}; expected strings; batches need no tokenizer")
         sources.append(Source(name or "texts", Path(name or "texts"), documents=documents))
+    if len(sources) > 1 and COMBINED in {source.name for source in sources}:
+        raise UserError(f"{COMBINED} is the name of all texts together; expected another name for a text")
     return sources
 
 

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -91,9 +90,7 @@ class BatchReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def read(self, batch: Any) -> tuple[dict[str, Places], Tensor | None]:

@@ -189,6 +189,7 @@ def measure_texts(
         readings={source: asdict(reading) for source, reading in stream.readings.items()},
         seconds=model.seconds + time.monotonic() - start + stream.earlier_seconds,
         processes=stream.num_processes,
+        groups=dict.fromkeys(stream.taps.names, labels.num_independent) if labels and labels.num_independent else {},
         **arrange_by_source(summaries),
     )
     sums = {plan.text_hashes[name]: summaries[name]["examples"] for name in plan.text_hashes if name in summaries}
