@@ -117,51 +117,34 @@ def hold_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> OpenedMo
     return OpenedModel(names, encoder, tokenizer, matrix, dtype, weights="", identity="")
 
 
-def measure_into(
-    plan: TextPass,
-    out: Path,
-    console: Console | None = None,
-    earlier: Iterable[Measurements] = (),
-    num_examples: int = 0,
-) -> Collected:
-    """Measure texts as `measure_texts`, unless this was done before.
-
-    If the measurements in the folder `out`, or one of the `earlier` ones, are of the same model (see `hash_model`),
-    settings, dtype and texts, they are returned with the new names, and the console says so. With `num_examples`, they
-    need the examples in `out`.
-
-    Raises a `UserError` as `measure_texts`, and an `OtherModelError` if `out` contains the measures of another model.
-    """
-    model, settings = plan.model, plan.recorded_settings
-    key = (model.identity, model.dtype, plan.text_hashes, {**settings, "texts": None})
-    in_folder = read_earlier(out, model.names, model.identity)
-    examples = read_examples(out / EXAMPLES_FILE) if num_examples and (out / EXAMPLES_FILE).is_file() else None
-    for other in earlier if in_folder is None else (in_folder, *earlier):
-        other_key = (other.identity, other.model["dtype"], other.text_hashes, {**other.settings, "texts": None})
-        if other_key == key and (examples is not None or not num_examples):
-            if console is not None:
-                console.print("measured before")
-            return Collected(replace(other, model=other.model | model.names._asdict(), settings=settings), examples)
-    return measure_texts(plan, out, console, num_examples)
-
-
 def measure_texts(
     plan: TextPass,
     out: Path | None = None,
     console: Console | None = None,
     num_examples: int = 0,
     labels: Labels | None = None,
+    earlier: Iterable[Measurements] = (),
 ) -> Collected:
     """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
-    With a folder `out`, the pass saves its state there and resumes from it after an interruption;
-    `measures_file.discard_state` deletes the state once the result is on disk. With several processes, only rank 0
-    returns measures of the hidden states. Statistics are at least float32. A console shows a progress bar, and warns of
-    embeddings that are not finite, which get NaN for all measures. The mean states of the first `num_examples`
-    documents of all texts together are kept. `labels` has the groups of the documents of each text, see `Stream`.
+    If the measurements in the folder `out`, or one of the `earlier` ones, are of the same model (see `hash_model`),
+    settings, dtype and texts, they are returned with the new names, and the console says so. With `num_examples`, they
+    need the examples in `out`. Otherwise, the pass saves its state in `out` and resumes from it after an interruption;
+    `measures_file.discard_state` deletes the state once the result is on disk.
 
-    Raises a `UserError` if a text cannot be read, memory runs out, or hidden states are not finite.
+    With several processes, only rank 0 returns measures of the hidden states. Statistics are at least float32. A
+    console shows a progress bar, and warns of embeddings that are not finite, which get NaN for all measures. The mean
+    states of the first `num_examples` documents of all texts together are kept. `labels` has the groups of the
+    documents of each text, see `Stream`.
+
+    Raises a `UserError` if a text cannot be read, memory runs out, or hidden states are not finite, and an
+    `OtherModelError` if `out` contains the measures of another model.
     """
+    measured = None if out is None else _find_earlier(plan, out, earlier, num_examples)
+    if measured is not None:
+        if console is not None:
+            console.print("measured before")
+        return measured
     start, model = time.monotonic(), plan.model
     examples_by_text = num_examples // len(plan.texts) if plan.settings.documents == "separate" else 0
     stream = _open_stream(plan, out, examples_by_text, labels)
@@ -196,6 +179,18 @@ def measure_texts(
     return Collected(
         measurements, join_examples(sums, labels or Labels(plan.settings.groups)) if examples_by_text else None
     )
+
+
+def _find_earlier(plan: TextPass, out: Path, earlier: Iterable[Measurements], num_examples: int) -> Collected | None:
+    model, settings = plan.model, plan.recorded_settings
+    key = (model.identity, model.dtype, plan.text_hashes, {**settings, "texts": None})
+    in_folder = read_earlier(out, model.names, model.identity)
+    examples = read_examples(out / EXAMPLES_FILE) if num_examples and (out / EXAMPLES_FILE).is_file() else None
+    for other in earlier if in_folder is None else (in_folder, *earlier):
+        other_key = (other.identity, other.model["dtype"], other.text_hashes, {**other.settings, "texts": None})
+        if other_key == key and (examples is not None or not num_examples):
+            return Collected(replace(other, model=other.model | model.names._asdict(), settings=settings), examples)
+    return None
 
 
 def _open_stream(plan: TextPass, out: Path | None, num_examples: int, labels: Labels | None) -> Stream:

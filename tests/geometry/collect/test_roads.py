@@ -215,7 +215,7 @@ def test_equal_ids_pair_two_clouds() -> None:
         (nn.Linear(2, 2), TEXTS, {"tokenizer": 1, "batch_tokens": 0}, "batch_tokens=0 is too small"),
         (nn.Linear(2, 2), TEXTS, {"tokenizer": 1, "special_tokens": "no"}, "special_tokens=no is not known"),
         (nn.Linear(2, 2), TEXTS, {"tokenizer": 1, "groups": [0, 1], "documents": "packed"}, "groups are of texts that"),
-        (nn.Linear(2, 2), {"combined": TEXTS, "b": TEXTS}, {"tokenizer": 1}, "combined is the name of all texts together"),
+        (nn.Linear(2, 2), {"combined": TEXTS, "b": TEXTS}, {"tokenizer": 1}, "combined is the name of all texts"),
         (nn.Linear(2, 2), "one text", {"tokenizer": 1}, "'one text' is no file, folder or data set of the hub"),
         (nn.Linear(2, 2), [torch.ones(2, 2)], {"tokenizer": 1}, "texts: a text is a Tensor; expected strings"),
         (3, ["a text"], {}, "a int is neither a model nor the name of one"),
