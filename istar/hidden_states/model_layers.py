@@ -26,9 +26,6 @@ from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
 """Number of tokens of a trial. It is odd, so that a layer is recognized if its input is padded to full windows."""
-ATTACHING = "attach({}, penalty)"
-MEASURING = "istar.measure({}, batches)"
-"""How a user passes a model or a part of it, for messages."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def find_layers_in_call(model: nn.Module, call: Callable[[], object]) -> ModelLa
         UserError: as `find_base_model`, if the model is not called once or returns no hidden states, or if no modules
             output them.
     """
-    head_model, base_model = find_head_model(model, MEASURING), find_base_model(model, MEASURING)
+    head_model, base_model = find_head_model(model), find_base_model(model)
     trial = _watch_call(base_model, head_model, call)
     config: Any = base_model.config
     num_layers = int(getattr(config.get_text_config(), "num_hidden_layers", 0))
@@ -232,10 +229,8 @@ def name_modules(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_modules()) if wrapped is None else name_modules(wrapped)
 
 
-def find_head_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
+def find_head_model(model: nn.Module) -> nn.Module:
     """Return the outermost transformers model within a module, with its head if it has one.
-
-    `usage` is how the caller of istar uses a model, for the messages.
 
     Raises:
         UserError: without a transformers model, with several that are not inside one another, or if it is inside of
@@ -257,21 +252,21 @@ def find_head_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
     if len(names) > 1:
         raise UserError(
             f"{type(model).__name__} has {len(names)} transformers models, {', '.join(names)}; expected 1: choose "
-            f"one of them, for example {usage.format(f'model.{names[0]}')}"
+            f"one of them, for example model.{names[0]}"
         )
     return model_by_name[names[0]]
 
 
-def find_base_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
+def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
     If models are nested, like the decoder inside OPT's model, the innermost is returned, unless only the outer one
-    reads text, as in GIT. `usage` is as in `find_head_model`.
+    reads text, as in GIT.
 
     Raises:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.
     """
-    head_model: Any = find_head_model(model, usage)
+    head_model: Any = find_head_model(model)
     base_model: Any = head_model.base_model
     has_head = head_model.get_output_embeddings() is not None
     if base_model is head_model and has_head and not head_model.config.is_encoder_decoder:
@@ -288,7 +283,7 @@ def find_base_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
     if is_encoder_decoder and hasattr(base_model, "encoder") and hasattr(base_model, "decoder"):
         raise UserError(
             f"{type(head_model).__name__} is an encoder-decoder, which has two stacks of hidden states; choose one of "
-            f"them, for example {usage.format('model.get_encoder()')}"
+            "them, for example model.get_encoder()"
         )
     return base_model
 
