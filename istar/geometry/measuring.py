@@ -101,7 +101,7 @@ def measure(
         inputs: texts, batches or sentences; None for points.
         key: for files: column, key or archive member, or several; needed if a file has more than one candidate.
             `"vectors.parquet:embedding"` is the same.
-        groups: a group for each row of points or each example of batches, such as its document, speaker or user.
+        groups: a group for each row of points, text or example of batches, such as its document, speaker or user.
             Standard errors leave out tenths of the groups. By default each is its own group: independent of the others.
             Several clouds have one list for all, or a dictionary of lists.
         ids: a name for each row or example, by which `istar.compare` pairs two geometries; as `groups`. Texts are
