@@ -22,7 +22,7 @@ from istar.geometry.collect.source_sums import UPDATE_BYTES, UPDATE_POINTS, Sour
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures.numerics import accumulation_dtype
 from istar.runs.names import FINAL_NORM
-from istar.vectors.cloud import MIN_CLOUD_POINTS
+from istar.vectors.clouds import MIN_CLOUD_POINTS
 
 BATCHES = "batches"
 """Name of the source of all batches."""

@@ -21,8 +21,7 @@ from istar.geometry.collect.source_sums import UPDATE_POINTS, SourceSums
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures import alignment
 from istar.measures.numerics import accumulation_dtype
-from istar.vectors.cloud import MIN_CLOUD_POINTS, Cloud
-from istar.vectors.clouds import check_finite_rows
+from istar.vectors.clouds import MIN_CLOUD_POINTS, Cloud, check_finite_rows
 
 CLOUDS = "points"
 """Name of the source of all clouds."""
