@@ -137,7 +137,7 @@ def measure_models(
             console.print(f"measuring {model.default_label}", soft_wrap=True)
         opened_model = measure.open_model(model.source, options.dtype, options.device)
         text_pass = measure.plan_pass(opened_model, sources, settings)
-        measurements, examples = measure.measure_into(text_pass, folder, console, (), num_examples)
+        measurements, examples = measure.measure_texts(text_pass, folder, console, num_examples)
         measurements = replace(measurements, command=options.typed)
         del opened_model, text_pass  # the model's memory is needed for the next one
         if rank == 0:

@@ -5,28 +5,32 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from rich.console import Console
 from torch import Tensor, nn
 
 from istar.drawing.terminal import make_console
-from istar.errors import UserError, check_one_of, did_you_mean
+from istar.errors import UserError, check_at_least, check_one_of, did_you_mean
 from istar.geometry.collect.batch_reader import BatchReader
-from istar.geometry.collect.item_labels import ItemLabels, make_labels
+from istar.geometry.collect.item_labels import ByCloud, Labels, make_labels, make_labels_by_cloud
 from istar.geometry.collect.layers import MeasureSet
 from istar.geometry.collect.measure_batches import measure_batches
 from istar.geometry.collect.measure_clouds import measure_clouds
-from istar.geometry.collect.pass_settings import MeasureSettings, PassOptions, SpecialTokens, SumSettings
+from istar.geometry.collect.pass_settings import MeasureSettings, SpecialTokens, SumSettings
 from istar.geometry.collect.sentence_reader import SentenceReader, sort_sentences
 from istar.geometry.collect.state_rows import Channels
 from istar.geometry.collect.summaries import Collected
 from istar.geometry.geometry import Geometry
-from istar.hidden_states.model_layers import eval_mode, uncompiled
+from istar.hidden_states.model_layers import eval_mode
 from istar.models.saved_checkpoints import parse_models
 from istar.vectors.vector_files import PointSource, is_vector_file, open_clouds
 
 if TYPE_CHECKING:
+    from istar.geometry.collect.measure import OpenedModel
     from istar.texts.corpus import Documents
 
     Batch = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -52,8 +56,8 @@ def measure(
     /,
     *,
     key: str | Sequence[str] | None = None,
-    groups: ItemLabels | Mapping[str, ItemLabels] | None = None,
-    ids: ItemLabels | Mapping[str, ItemLabels] | None = None,
+    groups: ByCloud | None = None,
+    ids: ByCloud | None = None,
     pairs: bool = False,
     tokenizer: Any = None,
     modules: Sequence[str | nn.Module] | None = None,
@@ -96,7 +100,7 @@ def measure(
         inputs: texts, batches or sentences; None for points.
         key: for files: column, key or archive member, or several; needed if a file has more than one candidate.
             `"vectors.parquet:embedding"` is the same.
-        groups: a group for each row of points or each example of batches, such as its document, speaker or user.
+        groups: a group for each row of points, text or example of batches, such as its document, speaker or user.
             Standard errors leave out tenths of the groups. By default each is its own group: independent of the others.
             Several clouds have one list for all, or a dictionary of lists.
         ids: a name for each row or example, by which `istar.compare` pairs two geometries; as `groups`. Texts are
@@ -149,46 +153,44 @@ def measure(
     }  # fmt: skip
     _check_options(what, [name for name, value in given.items() if value is not None] + list(unknown))
     check_one_of("measures", measures, get_args(MeasureSet))
-    if sample < 0 or (limit is not None and limit < 1):
-        raise UserError(f"sample={sample}, limit={limit}; expected a sample of 0 or more, and a limit of 1 or more")
-    settings = SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed)
+    check_one_of("special_tokens", special_tokens or "include", get_args(SpecialTokens))
+    for name, minimum, value in (("sample", 0, sample), ("limit", 1, limit), ("batch_tokens", 1, batch_tokens)):
+        check_at_least(minimum, name, value)
+    settings = SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed, limit=limit)
     console = make_console(stderr=True) if progress else None
     if what == "points":
         clouds = open_clouds(subject, key)
-        cloud_labels = {
-            cloud.name: make_labels(NUM_GROUPS, *(_select(name, given[name], cloud.name) for name in ("groups", "ids")))
-            for cloud in clouds
-        }
+        cloud_labels = make_labels_by_cloud(NUM_GROUPS, [cloud.name for cloud in clouds], groups, ids)
         sources = subject.values() if isinstance(subject, Mapping) else [subject]
         is_of_files = all(isinstance(file, str | Path) for file in sources)
         name = ", ".join(map(str, sources) if is_of_files else (cloud.name for cloud in clouds))
-        options = PassOptions(settings, cloud_labels[clouds[0].name], limit, NUM_EXAMPLES, console)
-        return Geometry(*measure_clouds(clouds, options, cloud_labels, name, pairs=pairs, device=device))
-    labels = make_labels(NUM_GROUPS, given["groups"], given["ids"])
-    options = PassOptions(settings, labels, limit, NUM_EXAMPLES, console)
+        return Geometry(*measure_clouds(clouds, settings, cloud_labels, name, pairs, device, NUM_EXAMPLES, console))
+    labels = make_labels(NUM_GROUPS, groups, ids)
+    settings = replace(settings, groups=labels.num_groups)
     if what == "texts":
         text_settings = MeasureSettings(
-            length, **vars(settings), batch_tokens=batch_tokens, limit=limit, documents=documents,
+            length, **vars(settings), batch_tokens=batch_tokens, documents=documents,
             special_tokens=special_tokens or "exclude",
         )  # fmt: skip
-        return Geometry(*_measure_texts(subject, subject_inputs, tokenizer, text_settings, options, dtype, device))
+        open_model = partial(_open_model, subject, tokenizer, dtype, device)
+        return Geometry(*_measure_texts(open_model, subject_inputs, text_settings, labels, console))
+    batches: Iterator[tuple[Any, Tensor | None]]
+    make_reader: Callable[..., BatchReader]
     if what == "sentences":
-        return Geometry(*_measure_sentences(subject, subject_inputs, options, special_tokens or "exclude"))
-    reading = {"modules": modules, "mask": mask, "channels": channels, "special_tokens": special_tokens or "include"}
-    return Geometry(*_measure_batches(subject, subject_inputs, options, reading))
-
-
-def _select(name: str, labels: Any, cloud: str) -> Any:
-    """Return the groups or ids of a cloud, from those of all clouds alike or of each by name."""
-    if not isinstance(labels, Mapping):
-        return labels
-    if cloud not in labels:
-        raise UserError(f"{name} lacks {cloud}; expected a key for each cloud, or one list for all")
-    return labels[cloud]
+        make_reader = partial(SentenceReader, special_tokens=special_tokens or "exclude")
+        batches = sort_sentences(subject_inputs)
+    else:
+        make_reader = partial(
+            BatchReader, modules=modules, mask=mask, channels=channels, special_tokens=special_tokens or "include"
+        )
+        batches = ((batch, None) for batch in subject_inputs)
+    first = next(batches)
+    with make_reader(subject, first[0]) as reader:
+        numbered = itertools.chain([first], batches)
+        return Geometry(*measure_batches(reader, numbered, settings, labels, NUM_EXAMPLES, console))
 
 
 def _check_options(what: str, given: Sequence[str]) -> None:
-    """Raise a `UserError` for an option that `measure` does not have for what it measures."""
     for name in given:
         if name not in _OPTIONS[what]:
             hint = did_you_mean(name, _OPTIONS[what]) or f"; expected {', '.join(_OPTIONS[what])}"
@@ -241,49 +243,36 @@ def _is_sentence_transformer(model: object) -> bool:
     return module is not None and isinstance(model, module.SentenceTransformer)
 
 
-def _measure_batches(
-    model: nn.Module, batches: Iterator[Any], options: PassOptions, reading: Mapping[str, Any]
-) -> Collected:
-    first = next(batches)
-    with BatchReader(model, first, **reading) as reader:
-        numbered = ((batch, None) for batch in itertools.chain([first], batches))
-        return measure_batches(reader, numbered, options, model, reading["special_tokens"])
+def _open_model(model: nn.Module | str | Path, tokenizer: Any, dtype: str | None, device: str | None) -> OpenedModel:
+    from istar.geometry.collect import measure as text_road
 
-
-def _measure_sentences(
-    model: Any, sentences: Iterator[str], options: PassOptions, special_tokens: SpecialTokens
-) -> Collected:
-    batches = sort_sentences(sentences)
-    first = next(batches)
-    with SentenceReader(model, first[0], special_tokens=special_tokens) as reader:
-        return measure_batches(reader, itertools.chain([first], batches), options, model, special_tokens)
+    if not isinstance(model, nn.Module):
+        if tokenizer is not None:
+            raise UserError("a model given by name has its tokenizer; leave tokenizer out, or pass the model itself")
+        return text_road.open_model(parse_models([str(model)])[0].source, dtype or "float32", device or "auto")
+    if tokenizer is None:
+        raise UserError("a model in memory needs its tokenizer: istar.measure(model, texts, tokenizer=tokenizer)")
+    if dtype is not None or device is not None:
+        raise UserError("dtype and device are for a model given by name; move the model before")
+    return text_road.hold_model(model, tokenizer)
 
 
 def _measure_texts(
-    model: nn.Module | str | Path,
+    open_model: Callable[[], OpenedModel],
     texts: Texts,
-    tokenizer: Any,
     settings: MeasureSettings,
-    options: PassOptions,
-    dtype: str | None,
-    device: str | None,
+    labels: Labels,
+    console: Console | None,
 ) -> Collected:
     from istar.geometry.collect import measure as text_road
     from istar.texts.corpus import open_texts
 
     sources = open_texts(texts)
+    if labels.groups is not None and settings.documents == "packed":
+        raise UserError('groups are of texts that the model sees alone; expected documents="separate" with them')
     for source in sources:
-        options.labels.check_length(f"texts of {source.name}", len(source.documents or ()))
-    if isinstance(model, nn.Module):
-        if tokenizer is None:
-            raise UserError("a model in memory needs its tokenizer: istar.measure(model, texts, tokenizer=tokenizer)")
-        if dtype is not None or device is not None:
-            raise UserError("dtype and device are for a model given by name; move the model before")
-        opened = text_road.hold_model(model, tokenizer)
-    else:
-        if tokenizer is not None:
-            raise UserError("a model given by name has its tokenizer; leave tokenizer out, or pass the model itself")
-        opened = text_road.open_model(parse_models([str(model)])[0].source, dtype or "float32", device or "auto")
-    plan = text_road.plan_pass(opened, sources, settings)
-    with eval_mode(opened.encoder), uncompiled():
-        return text_road.measure_texts(plan, None, options.console, options.num_examples, options.labels)
+        labels.check_length(f"texts of {source.name}", len(source.documents or ()))
+    model = open_model()
+    plan = text_road.plan_pass(model, sources, settings)
+    with eval_mode(model.encoder):
+        return text_road.measure_texts(plan, None, console, NUM_EXAMPLES, labels)

@@ -26,9 +26,6 @@ from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
 """Number of tokens of a trial. It is odd, so that a layer is recognized if its input is padded to full windows."""
-ATTACHING = "attach({}, penalty)"
-MEASURING = "istar.measure({}, batches)"
-"""How a user passes a model or a part of it, for messages."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def find_layers_in_call(model: nn.Module, call: Callable[[], object]) -> ModelLa
         UserError: as `find_base_model`, if the model is not called once or returns no hidden states, or if no modules
             output them.
     """
-    head_model, base_model = find_head_model(model, MEASURING), find_base_model(model, MEASURING)
+    head_model, base_model = find_head_model(model), find_base_model(model)
     trial = _watch_call(base_model, head_model, call)
     config: Any = base_model.config
     num_layers = int(getattr(config.get_text_config(), "num_hidden_layers", 0))
@@ -177,15 +174,21 @@ def layers_from_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> 
     """Return the wanted modules of any model as its layers 1 to L; see `select_modules`.
 
     Raises:
-        UserError: for a repeated module, or a name or pattern without a module.
+        UserError: for a module that is repeated or not part of the model, or a name or pattern without a module.
     """
     module_names = {module: name for name, module in name_modules(model).items()}
     modules = select_modules(model, wanted)
+    for module in modules:
+        if module not in module_names:
+            raise UserError(
+                f"a {type(module).__name__} of modules is not part of {type(model).__name__}; expected its modules, or "
+                "their names"
+            )
     if len(set(modules)) < len(modules):
         raise UserError("a module is named twice among the given modules; its outputs would count twice")
     # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
-    names = {number: module_names.get(module, f"module_{number}") for number, module in enumerate(modules, start=1)}
+    names = {number: module_names[module] for number, module in enumerate(modules, start=1)}
     return ModelLayers(unwrapped, tuple(modules), names, len(modules), ends_with_output=False, is_transformers=False)
 
 
@@ -226,10 +229,8 @@ def name_modules(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_modules()) if wrapped is None else name_modules(wrapped)
 
 
-def find_head_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
+def find_head_model(model: nn.Module) -> nn.Module:
     """Return the outermost transformers model within a module, with its head if it has one.
-
-    `usage` is how the caller of istar uses a model, for the messages.
 
     Raises:
         UserError: without a transformers model, with several that are not inside one another, or if it is inside of
@@ -251,21 +252,21 @@ def find_head_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
     if len(names) > 1:
         raise UserError(
             f"{type(model).__name__} has {len(names)} transformers models, {', '.join(names)}; expected 1: choose "
-            f"one of them, for example {usage.format(f'model.{names[0]}')}"
+            f"one of them, for example model.{names[0]}"
         )
     return model_by_name[names[0]]
 
 
-def find_base_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
+def find_base_model(model: nn.Module) -> nn.Module:
     """Return the transformers model within a module, without its head.
 
     If models are nested, like the decoder inside OPT's model, the innermost is returned, unless only the outer one
-    reads text, as in GIT. `usage` is as in `find_head_model`.
+    reads text, as in GIT.
 
     Raises:
         UserError: as `find_head_model`, or if the model is an encoder-decoder.
     """
-    head_model: Any = find_head_model(model, usage)
+    head_model: Any = find_head_model(model)
     base_model: Any = head_model.base_model
     has_head = head_model.get_output_embeddings() is not None
     if base_model is head_model and has_head and not head_model.config.is_encoder_decoder:
@@ -282,7 +283,7 @@ def find_base_model(model: nn.Module, usage: str = ATTACHING) -> nn.Module:
     if is_encoder_decoder and hasattr(base_model, "encoder") and hasattr(base_model, "decoder"):
         raise UserError(
             f"{type(head_model).__name__} is an encoder-decoder, which has two stacks of hidden states; choose one of "
-            f"them, for example {usage.format('model.get_encoder()')}"
+            "them, for example model.get_encoder()"
         )
     return base_model
 
@@ -321,30 +322,32 @@ def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
     name, device = type(base_model).__name__, find_input_device(base_model)
     if not _reads_text(base_model) or device.type == "meta":
         raise UserError(f"{name} cannot be tried on token ids; expected a model of text that has weights")
-    # The base model's own hooks, such as another penalty's, must not see the trial.
-    call: Any = model if model is not base_model and is_sharded_module(model) else base_model.forward
     token_ids = make_trial_ids(base_model)[None].to(device)
-    options = {"output_hidden_states": True, "return_dict": True, "use_cache": False}
-    with preserve_rng_states(device), eval_mode(base_model), uncompiled(), _record_calls(base_model) as calls:
-        try:
-            output = call(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), **options)
-            shapes = {tuple(state.shape[:-1]) for state in output.hidden_states}
-        except Exception as error:  # the types depend on the architecture
-            raise UserError(f"{name} cannot be tried on token ids: {shorten(error)}") from error
+
+    def call() -> None:
+        # The base model's own hooks, such as another penalty's, must not see the trial.
+        called: Any = model if model is not base_model and is_sharded_module(model) else base_model.forward
+        called(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False)
+
+    try:
+        trial = _watch_call(base_model, base_model, call)
+    except Exception as error:  # the types depend on the architecture
+        raise UserError(f"{name} cannot be tried on token ids: {shorten(error)}") from error
+    shapes = {tuple(state.shape[:-1]) for state in trial.states}
     if shapes != {tuple(token_ids.shape)}:
         raise UserError(
             f"{name} returns hidden states of {shorten(sorted(shapes))} vectors for {_TRIAL_TOKENS} tokens; expected "
             "one vector for each token: choose another model"
         )
-    return TrialPass(output.hidden_states, output[0], calls)
+    return trial
 
 
-def _watch_call(base_model: nn.Module, head_model: nn.Module, call: Callable[[], object]) -> TrialPass:
-    """Run `call`; return the states of the base model, and the calls within the head model, which may have the norm."""
+def _watch_call(base_model: nn.Module, watched_model: nn.Module, call: Callable[[], object]) -> TrialPass:
+    """Run `call` in eval mode; return the states of the base model, and the calls within the watched model."""
     name, device = type(base_model).__name__, find_input_device(base_model)
     with (
-        preserve_rng_states(device), eval_mode(head_model), uncompiled(),
-        _record_calls(head_model) as calls, _record_outputs(base_model) as outputs,
+        preserve_rng_states(device), eval_mode(watched_model), uncompiled(),
+        _record_calls(watched_model) as calls, _record_outputs(base_model) as outputs,
     ):  # fmt: skip
         call()
     if len(outputs) != 1:

@@ -3,7 +3,7 @@
 The states are `embeddings`, the input of the first layer; `layer_1` to `layer_L`, the outputs of the layers; and
 `final_norm`, the output of a norm after the last layer, if there is one. If the caller names modules, the states are
 the outputs of these modules, under their names. The hooks only keep references; all else happens at the end of a pass.
-A state is copied only in measurements of batches, where a later part of the model changes it in place.
+In measurements of batches, states are copied, because a later part of a model may change them in place.
 
 Layerdrop (OPT) skips random layers. The other layers keep their numbers, and skipped layers lack a state.
 """
@@ -36,7 +36,6 @@ class _Pass:
     has_gradients: bool
     may_skip: bool
     states: list[tuple[int, Tensor]] = field(default_factory=list)
-    originals: list[tuple[int, Tensor]] = field(default_factory=list)  # states that `states` has copies of
     called_layers: list[int] = field(default_factory=list)
     # Numbers of the layers that ran without gradients, as inside a reentrant checkpoint.
     layers_without_gradients: set[int] = field(default_factory=set)
@@ -153,9 +152,7 @@ class HiddenStateReader:
             raise UserError("layer 0, the embeddings, is not among the given modules; choose layers from 1 on")
         self._selected = set(numbers)
         self.names = tuple(self.layers.names[number] for number in numbers)
-        # Numbers of the states to copy. The first pass copies all of them to find those that change later in a pass.
-        self._copied = set(numbers) if summarize is None and (modules, call) != (None, None) else set[int]()
-        self._checks_copies = len(self._copied) > 0
+        self._copies_states = summarize is None and (modules, call) != (None, None)
         self.num_left_out = 0
         self.batch: Arguments = {}
         self._points = points
@@ -203,15 +200,7 @@ class HiddenStateReader:
         finally:
             self._pass = None
         self._check_calls_of_modules(current)
-        states = self._sort_states(current)
-        if self._checks_copies:
-            copies, self._checks_copies = dict(states), False
-            self._copied = {
-                number
-                for number, original in current.originals
-                if original.is_nested or not torch.equal(original, copies[number])
-            }
-        return output, {self.layers.names[number]: state for number, state in states}
+        return output, {self.layers.names[number]: state for number, state in self._sort_states(current)}
 
     def take(self) -> list[Any]:
         """Return the summaries of the latest pass, in the order of the layers, and forget them.
@@ -327,11 +316,10 @@ class HiddenStateReader:
             self._add_state(self._pass, number, find_state(output))
 
     def _add_state(self, current: _Pass, number: int, state: Any) -> None:
-        if number in self._copied:
+        if self._copies_states:
             if not isinstance(state, Tensor):
                 name = self.layers.names[number]
                 raise UserError(f"{name} returns a {type(state).__name__}; expected a tensor, or one first in a tuple")
-            current.originals.append((number, state))
             state = state.clone()
         current.states.append((number, state))
 

@@ -111,6 +111,8 @@ def open_texts(texts: str | Path | Iterable[str] | Mapping[str, str | Path | Ite
                 kind = type(document).__name__
                 raise UserError(f"{name or 'texts'}: a text is a {kind}; expected strings; batches need no tokenizer")
         sources.append(Source(name or "texts", Path(name or "texts"), documents=documents))
+    if len(sources) > 1 and COMBINED in {source.name for source in sources}:
+        raise UserError(f"{COMBINED} is the name of all texts together; expected another name for a text")
     return sources
 
 
@@ -320,7 +322,8 @@ def split_into_batches(
 
 def pad_batch(blocks: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
     """Pad the token ids of blocks to the longest, and return `input_ids` and `attention_mask`, `(blocks, tokens)`."""
-    lengths = torch.tensor([len(block) for block in blocks])
-    is_token = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.full(is_token.shape, pad_id).masked_scatter_(is_token, torch.tensor(list(chain.from_iterable(blocks))))
+    lengths = torch.tensor([len(block) for block in blocks], device="cpu")
+    is_token = torch.arange(int(lengths.max()), device="cpu") < lengths[:, None]
+    token_ids = torch.tensor(list(chain.from_iterable(blocks)), device="cpu")
+    ids = torch.full(is_token.shape, pad_id, device="cpu").masked_scatter_(is_token, token_ids)
     return {"input_ids": ids, "attention_mask": is_token.long()}

@@ -153,7 +153,7 @@ def test_the_states_of_a_pass_with_cached_positions_are_those_of_its_tokens(how,
 
 def test_of_several_models_within_a_module_the_user_chooses_one():
     towers = nn.ModuleDict({"query": bert(), "document": bert()})
-    message = r"ModuleDict has 2 transformers models, query, document; expected 1: .* attach\(model\.query, penalty\)"
+    message = r"ModuleDict has 2 transformers models, query, document; expected 1: .* for example model\.query$"
     with pytest.raises(UserError, match=message) as error:
         attach(towers, make_istar())
     assert "\n" not in str(error.value)
@@ -179,7 +179,7 @@ def test_encoder_decoders_are_refused_and_each_stack_can_be_attached_to(name):
     torch.manual_seed(0)
     config = getattr(hf, f"{name}Config")(**sizes, vocab_size=40, decoder_start_token_id=1)
     model = getattr(hf, f"{name}ForConditionalGeneration")(config).double().train()
-    with pytest.raises(UserError, match=r"is an encoder-decoder.*attach\(model\.get_encoder\(\), penalty\)") as error:
+    with pytest.raises(UserError, match=r"is an encoder-decoder.*for example model\.get_encoder\(\)$") as error:
         attach(model, make_istar())
     assert "\n" not in str(error.value)
 
@@ -276,8 +276,11 @@ def test_modules_that_cannot_be_layers_are_refused_in_one_line():
         attach(model, make_istar())
     with pytest.raises(UserError, match=r"nn\.DataParallel runs copies"):
         attach(nn.DataParallel(bert()), make_istar())
+    with pytest.raises(UserError, match="a Linear of modules is not part of Tower; expected its modules"):
+        attach(model, make_istar(), modules=[*model.layers, nn.Linear(1, 1)])
+    model.unused = nn.Linear(1, 1)
     with (
-        attach(model, make_istar(), modules=[*model.layers, nn.Linear(1, 1)]),
+        attach(model, make_istar(), modules=[*model.layers, model.unused]),
         pytest.raises(UserError, match="Tower called 3 layers; expected a call of all 4"),
     ):
         model(POINTS)

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from istar.errors import UserError, check_one_of, shorten
 from istar.geometry.collect.state_rows import Channels, Places, leave_out_first, map_tensors, to_places
 from istar.hidden_states.call_arguments import read_argument_names
-from istar.hidden_states.model_layers import eval_mode, select_modules, uncompiled
+from istar.hidden_states.model_layers import eval_mode, uncompiled
 from istar.hidden_states.offloading import find_input_device
 from istar.hidden_states.reader import HiddenStateReader
 from istar.measures.numerics import full_precision
@@ -38,15 +37,11 @@ class BatchReader:
     Args:
         model: any module.
         first_batch: a batch as for `read`; `modules` makes it unnecessary to run the model on it.
-        modules: names, patterns in which `*` stands for a part of a name, such as "blocks.*", or modules; see
-            `istar.hidden_states.model_layers.select_modules`. A state is the module's output, its first tensor or its
-            `last_hidden_state`.
-        mask: which places count, 1 or 0, `(batch, places)`: a key of the batch, or a function of the batch. By default
-            `attention_mask`, if the batch has it; otherwise all. Speech models convert a mask of samples to frames.
-        channels: where the width of a state with four dimensions is; see `to_places`.
-        special_tokens: "exclude" leaves out the places of a batch's `special_tokens_mask`. In models of images and
-            sound, it leaves out the first places that do not depend on the input, such as CLS and registers: two passes
-            on noise find them.
+        modules: as for `istar.measure`, like the other arguments.
+        mask: which places count. For speech models it may be of samples, see `to_places`.
+        channels: where the width of a state with four dimensions is.
+        special_tokens: "exclude" leaves out places that are not content. Two passes on noise find those that do not
+            depend on the input.
 
     Attributes:
         names: names of the states, from the input to the output, or in the order of `modules`.
@@ -71,7 +66,7 @@ class BatchReader:
         check_one_of("special_tokens", special_tokens, ("include", "exclude"))
         if channels is not None:
             check_one_of("channels", channels, ("first", "last"))
-        self._model, self._mask, self._channels = model, mask, channels
+        self.model, self.special_tokens, self._mask, self._channels = model, special_tokens, mask, channels
         self._excludes_special = special_tokens == "exclude"
         self._num_constant_places: int | None = None
         self._widths: dict[str, int] = {}
@@ -83,11 +78,8 @@ class BatchReader:
         self._takes_use_cache = "use_cache" in read_argument_names(model)
         with ExitStack() as stack:
             stack.enter_context(eval_mode(model))
-            if modules is None:
-                self._reader = HiddenStateReader(model, call=lambda: self._call_model(model, first_batch))
-            else:
-                _check_contained(model, select_modules(model, modules))
-                self._reader = HiddenStateReader(model, modules=modules)
+            call = None if modules is not None else lambda: self._call_model(model, first_batch)
+            self._reader = HiddenStateReader(model, modules=modules, call=call)
             stack.callback(self._reader.remove)
             self.names, self.norm = self._reader.names, self._reader.norm
             self._config = getattr(self._reader.base_model, "config", None)
@@ -98,9 +90,7 @@ class BatchReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def read(self, batch: Any) -> tuple[dict[str, Places], Tensor | None]:
@@ -122,7 +112,7 @@ class BatchReader:
     def run(self, batch: Any) -> tuple[Any, dict[str, Tensor]]:
         """Run the model on a batch; return its output, and the states by name as the model computes them."""
         with uncompiled(), full_precision(self.device):
-            return self._call_model(lambda *args, **kwargs: self._reader.call(self._model, *args, **kwargs), batch)
+            return self._call_model(lambda *args, **kwargs: self._reader.call(self.model, *args, **kwargs), batch)
 
     def arrange(self, states: Mapping[str, Tensor], batch: Any) -> tuple[dict[str, Places], Tensor | None]:
         """Return what `read` returns from the states of a batch that `run` has returned."""
@@ -149,7 +139,7 @@ class BatchReader:
         except Exception as error:  # the types depend on the model
             shown = ", ".join([*(f"a {type(value).__name__}" for value in args), *(f"{name}=" for name in kwargs)])
             raise UserError(
-                f"{type(self._model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of "
+                f"{type(self.model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of "
                 "what its forward takes: leave out labels and other values"
             ) from error
 
@@ -167,28 +157,27 @@ class BatchReader:
 
     def _find_mask(self, batch: Any) -> Tensor | None:
         """Return which places of a batch count, `(batch, places)`, apart from those that do not depend on the input."""
-        mask: Any
+        key = self._mask if isinstance(self._mask, str) else "attention_mask"
+        if isinstance(self._mask, str) and not _has_key(batch, key):
+            raise UserError(f"the batch has no {key}; expected mask= one of its keys, or a function of it")
+        mask = None
         if callable(self._mask):
-            mask = self._mask(batch)
-        else:
-            key = self._mask or "attention_mask"
-            if self._mask is not None and not _has_key(batch, key):
-                raise UserError(f"the batch has no {key}; expected mask= one of its keys, or a function of it")
-            mask = batch[key] if _has_key(batch, key) else None
+            mask = _to_bool(self._mask(batch))
+        elif _has_key(batch, key):
+            mask = _to_bool(batch[key])
         if self._excludes_special and self._num_constant_places is None:
             if not _has_key(batch, "special_tokens_mask"):
                 raise UserError(
                     'the batch has no special_tokens_mask; expected one for special_tokens="exclude" with texts or '
                     "modules=[...]: tokenizers return it with return_special_tokens_mask=True"
                 )
-            is_content = torch.as_tensor(batch["special_tokens_mask"]) == 0
-            mask = is_content if mask is None else torch.as_tensor(mask)
+            is_content = ~_to_bool(batch["special_tokens_mask"])
+            mask = is_content if mask is None else mask
             if mask.shape != is_content.shape:
                 raise UserError(
                     f"special_tokens_mask has shape {tuple(is_content.shape)}; expected {tuple(mask.shape)} as the mask"
                 )
-            mask = mask.bool() & is_content.to(mask.device)
-        mask = None if mask is None else torch.as_tensor(mask).bool()
+            mask = mask & is_content.to(mask.device)
         if mask is not None and mask.dim() != 2:
             raise UserError(f"the mask has shape {tuple(mask.shape)}; expected (batch, places): mask= a function")
         return mask
@@ -206,7 +195,7 @@ class BatchReader:
         first, second = (self.run(map_tensors(batch, make_noise))[1][self.names[0]] for _ in range(2))
         if torch.equal(first, second):
             raise UserError(
-                f"{self.names[0]} does not depend on the floating inputs of {type(self._model).__name__}, so that its "
+                f"{self.names[0]} does not depend on the floating inputs of {type(self.model).__name__}, so that its "
                 'special places are unknown; expected special_tokens="include"'
             )
         if first.dim() != 3:
@@ -219,12 +208,6 @@ def _has_key(batch: Any, key: str) -> bool:
     return isinstance(batch, Mapping) and key in batch
 
 
-def _check_contained(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Raise a `UserError` for a module that is not part of the model."""
-    parts = set(model.modules())
-    for module in modules:
-        if module not in parts:
-            raise UserError(
-                f"a {type(module).__name__} of modules is not part of {type(model).__name__}; expected its modules, or "
-                "their names"
-            )
+def _to_bool(values: Any) -> Tensor:
+    # With a default device, `as_tensor` would also move tensors.
+    return (values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")).bool()

@@ -1,7 +1,7 @@
 """What the user says about the rows or examples of a source: their groups and their ids."""
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,21 +15,17 @@ if TYPE_CHECKING:
 
 ItemLabels: TypeAlias = "Sequence[Hashable] | Tensor | np.ndarray[Any, Any]"
 """Groups or ids of the rows of a cloud, or of examples, in their order."""
+ByCloud: TypeAlias = "ItemLabels | Mapping[str, ItemLabels]"
+"""Groups or ids of several clouds alike, or of each by name."""
 
 
 @dataclass(frozen=True)
 class Labels:
-    """Groups and ids of the rows of clouds, or of the examples of a model's inputs, in their order.
+    """Groups and ids of the rows of clouds, or of the examples of a model's inputs, in their order."""
 
-    Attributes:
-        num_groups: number of groups for standard errors; 0 computes none.
-        groups: group of each item, from 0 to `num_groups` - 1, `(n,)`; None if the items are independent of each other.
-        ids: name of each item, by which two sources are compared; empty for none.
-    """
-
-    num_groups: int
-    groups: Tensor | None = None
-    ids: tuple[str, ...] = ()
+    num_groups: int  # number of groups for standard errors; 0 computes none
+    groups: Tensor | None = None  # group of each item, from 0, `(n,)`; None if the items are independent of each other
+    ids: tuple[str, ...] = ()  # name of each item, by which two sources are compared; empty for none
     num_independent: int | None = None  # number of different groups that the user gave, of which several may be joined
 
     def find_groups(self, items: Tensor) -> Tensor:
@@ -54,27 +50,48 @@ class Labels:
                 raise UserError(f"there are {length} {name} for {num_items} {noun}; expected one for each")
 
 
-def make_labels(num_groups: int, groups: "ItemLabels | None" = None, ids: "ItemLabels | None" = None) -> Labels:
+def make_labels(num_groups: int, groups: "ByCloud | None" = None, ids: "ByCloud | None" = None) -> Labels:
     """Return labels of items. If there are more groups than `num_groups`, several are joined to one.
 
-    Raises a `UserError` for a single group, or for ids that repeat.
+    Raises a `UserError` for a single group, for ids that repeat, or for a dictionary.
     """
-    id_texts = tuple(map(str, _list(ids)))
+    id_texts = tuple(map(str, _list("ids", ids) or ()))
     if len(set(id_texts)) < len(id_texts):
         repeated = next(text for index, text in enumerate(id_texts) if text in id_texts[:index])
         raise UserError(f"ids has {repeated!r} twice; expected a different id for each")
-    if groups is None:
+    values = _list("groups", groups)
+    if values is None:
         return Labels(num_groups, None, id_texts)
-    values = _list(groups)
     index_by_group = {group: index for index, group in enumerate(dict.fromkeys(values))}
     if num_groups and len(index_by_group) < 2:
         raise UserError("groups are all the same; standard errors need at least 2 groups")
     num_groups = min(num_groups, len(index_by_group))
-    numbers = torch.tensor([index_by_group[group] % max(num_groups, 1) for group in values])
+    numbers = torch.tensor([index_by_group[group] % max(num_groups, 1) for group in values], device="cpu")
     return Labels(num_groups, numbers, id_texts, len(index_by_group))
 
 
-def _list(labels: "ItemLabels | None") -> list[Any]:
+def make_labels_by_cloud(
+    num_groups: int, clouds: Sequence[str], groups: "ByCloud | None" = None, ids: "ByCloud | None" = None
+) -> dict[str, Labels]:
+    """Return labels by the name of the cloud; groups and ids are of all clouds alike, or a dictionary by cloud.
+
+    Raises a `UserError` as `make_labels`, or if a dictionary lacks a cloud.
+    """
+    columns = []
+    for noun, labels in (("groups", groups), ("ids", ids)):
+        by_cloud = labels if isinstance(labels, Mapping) else dict.fromkeys(clouds, _list(noun, labels))
+        if missing := [cloud for cloud in clouds if cloud not in by_cloud]:
+            raise UserError(f"{noun} lacks {missing[0]}; expected a key for each cloud, or one list for all")
+        columns.append(by_cloud)
+    return {cloud: make_labels(num_groups, *(by_cloud[cloud] for by_cloud in columns)) for cloud in clouds}
+
+
+def _list(noun: str, labels: "ByCloud | None") -> list[Any] | None:
     if labels is None:
-        return []
-    return labels.tolist() if hasattr(labels, "tolist") else list(labels)
+        return None
+    if isinstance(labels, Mapping):
+        raise UserError(f"{noun} is a dictionary; expected a list with one for each example")
+    values = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+    if any(isinstance(value, list) for value in values):
+        raise UserError(f"{noun} has several dimensions; expected one value for each row or example")
+    return values

@@ -18,14 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class BlockReader:
+class BlockReader(HiddenStateReader):
     """Reads the hidden states of a model, which must be without a head, in eval mode, and on its devices.
 
     `pad_id` fills up batches, and `has_special_tokens` says whether the statistics include special tokens.
 
     Attributes:
-        names: names of the hidden states; see `HiddenStateReader`.
-        norm: the final normalization, or None.
         device: device that inputs go to.
         devices: device of each hidden state in the latest call: of its layer, or the CPU if the layer is offloaded.
         forward_seconds: time of all forward passes of `compute_states`.
@@ -35,10 +33,9 @@ class BlockReader:
     """
 
     def __init__(self, model: "PreTrainedModel", pad_id: int = 0, has_special_tokens: bool = False) -> None:
-        self._reader = HiddenStateReader(model)
-        self.names, self.norm = self._reader.names, self._reader.norm
-        self.device, self.devices = find_input_device(self._reader.base_model), dict[str, torch.device]()
-        layers = self._reader.layers
+        super().__init__(model)
+        self.device, self.devices = find_input_device(self.base_model), dict[str, torch.device]()
+        layers = self.layers
         modules = [] if layers.is_shared else [*layers.modules[:1], *layers.modules, *filter(None, [self.norm])]
         # Layers are offloaded where their device is full, so that their statistics have no place there either.
         are_offloaded = (any(weight.is_meta for weight in module.parameters()) for module in modules)
@@ -52,14 +49,10 @@ class BlockReader:
         """Run the model on its inputs, and return the hidden states `(batch, tokens, d)` by name."""
         options = {"output_hidden_states": False, "use_cache": False}
         with uncompiled():
-            _, states = self._reader.call(self._reader.base_model, **inputs, **options)
+            _, states = self.call(self.base_model, **inputs, **options)
         states |= {name: states[name].cpu() for name in self._offloaded}
         self.devices = {name: state.device for name, state in states.items()}
         return states
-
-    def remove(self) -> None:
-        """Remove all hooks from the model."""
-        self._reader.remove()
 
     def sees_padding(self) -> bool:
         """Return whether a text's hidden states depend on padding after it, despite the attention mask.
@@ -68,7 +61,7 @@ class BlockReader:
         """
         from istar.models.attention import are_close
 
-        token_ids = make_trial_ids(self._reader.base_model)
+        token_ids = make_trial_ids(self.base_model)
         padded_ids = torch.cat([token_ids, torch.full_like(token_ids, self._pad_id)])
         mask = torch.cat([torch.ones_like(token_ids), torch.zeros_like(token_ids)])
         length, device = len(token_ids), self.device

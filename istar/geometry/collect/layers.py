@@ -1,7 +1,7 @@
 """Accumulators for all streaming measures of one layer, and standard errors from groups of documents."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -292,25 +292,17 @@ class Layer(Accumulator):
             {"points": float(others.count), "inter_sim": others.inter_sim, "average_norm": others.average_norm}
             for others in groups.merge_others().compute()
         ]
-        if self.settings.scatter_by_group:
-            for measures, (mean_vector, score, spectrum) in zip(estimates, self._summarize_others(), strict=True):
-                measures |= _compute_covariance_measures(score, spectrum)
-                norm = measures["average_norm"]
-                measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / norm if norm else 0.0}
-        return estimates
-
-    def _summarize_others(self) -> Iterator[tuple[float, float, Tensor]]:
-        """Yield, for each group, the norm of the mean, the unbiased IsoScore and the spectrum of all other points.
-
-        The spectrum has the singular values of the centered points, `(d,)`, descending, on the CPU. A score that is not
-        defined is NaN.
-        """
-        for sums in self._moments.sum_without_each_group():
+        if not self.settings.scatter_by_group:
+            return estimates
+        for measures, sums in zip(estimates, self._moments.sum_without_each_group(), strict=True):
             about_mean = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
             moments = _clear_rounding_errors(about_mean, self._origin)
             eigenvalues = torch.linalg.eigvalsh(moments.scatter).flip(0)
             spectrum = significant_roots(moments.scatter, moments, eigenvalues).cpu()
-            yield moments.mean.norm().item(), unchecked_isoscore_unbiased(moments).item(), spectrum
+            measures |= _compute_covariance_measures(unchecked_isoscore_unbiased(moments).item(), spectrum)
+            mean_vector, norm = moments.mean.norm().item(), measures["average_norm"]
+            measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / norm if norm else 0.0}
+        return estimates
 
 
 def _clear_rounding_errors(moments: FourthMoments, origin: Tensor) -> FourthMoments:

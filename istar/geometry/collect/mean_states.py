@@ -85,7 +85,7 @@ def compare_examples(first_label: str, first: Examples, second_label: str, secon
             f"{len(missing)} of the {len(first.ids)} examples of {first_label} are not in {second_label}, the first is "
             f"{shorten(missing[0] if missing else '-', 60)}; CKA needs at least {MIN_EXAMPLES} with equal ids"
         )
-    first_rows, second_rows = torch.tensor(pairs).T
+    first_rows, second_rows = torch.tensor(pairs, device="cpu").T
     second_states = {name: states[second_rows] for name, states in second.states.items()}
     values, errors_of_largest = [], []
     for states in first.states.values():

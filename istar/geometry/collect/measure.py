@@ -16,7 +16,7 @@ from istar.files.outputs import Output
 from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm, measure_rows
 from istar.geometry.collect.mean_states import read_examples
-from istar.geometry.collect.measures_file import EXAMPLES_FILE, SOURCE_FIELDS, Measurements, ModelName, read_earlier
+from istar.geometry.collect.measures_file import EXAMPLES_FILE, Measurements, ModelName, arrange_by_source, read_earlier
 from istar.geometry.collect.model_identity import compute_identity, hash_model, hash_weights
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.geometry.collect.stream import Stream
@@ -37,8 +37,7 @@ _MAX_DEFAULT_LENGTH = 512
 class OpenedModel:
     """A model in memory, and what its measurements say about it."""
 
-    name: str  # name in the results: hub id, folder or file
-    revision: str | None  # branch, tag or commit on the hub
+    names: ModelName  # in the results
     encoder: PreTrainedModel  # the model without a head, in eval mode, on its devices
     tokenizer: PreTrainedTokenizerBase
     output_matrix: Matrix | None  # output embeddings, which the encoder lacks; None without any, or if they are tied
@@ -46,11 +45,6 @@ class OpenedModel:
     weights: str  # result of `hash_weights`
     identity: str  # result of `hash_model`
     seconds: float = 0.0  # time that loading took
-
-    @property
-    def names(self) -> ModelName:
-        """Name and revision."""
-        return ModelName(self.name, self.revision)
 
     @property
     def device(self) -> torch.device:
@@ -72,8 +66,7 @@ def open_model(
     output_matrix = read_untied_output(source)
     weights = hash_weights(encoder, output_matrix)
     return OpenedModel(
-        name=name or source.name,
-        revision=source.revision,
+        names=ModelName(name or source.name, source.revision),
         encoder=encoder,
         tokenizer=tokenizer,
         output_matrix=output_matrix,
@@ -100,10 +93,9 @@ class TextPass:
 
 
 def plan_pass(model: OpenedModel, texts: Sequence[Source], settings: MeasureSettings) -> TextPass:
-    """Return what to measure.
+    """Return what to measure; a length of 0 becomes the model's longest input, at most 512.
 
-    A length of 0 in `settings` becomes the model's longest input, 512 at most, or 512 if the model takes inputs of any
-    length. Raises a `UserError` if a text cannot be read, or a setting does not fit the model.
+    Raises a `UserError` if a text cannot be read, or a setting does not fit the model.
     """
     settings = _resolve_length(settings, model.encoder)
     text_hashes = {text.name: compute_identity(*text.identify(settings.limit))[:16] for text in texts}
@@ -121,35 +113,8 @@ def hold_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> OpenedMo
     is_untied = output is not None and output.weight is not encoder.get_input_embeddings().weight
     matrix = Matrix(output.weight.detach(), "output", "", None, tied=False) if is_untied else None
     dtype = str(next(encoder.parameters()).dtype).removeprefix("torch.")
-    return OpenedModel(type(head_model).__name__, None, encoder, tokenizer, matrix, dtype, weights="", identity="")
-
-
-def measure_into(
-    plan: TextPass,
-    out: Path,
-    console: Console | None = None,
-    earlier: Iterable[Measurements] = (),
-    num_examples: int = 0,
-) -> Collected:
-    """Measure texts as `measure_texts`, unless this was done before.
-
-    If the measurements in the folder `out`, or one of the `earlier` ones, are of the same model (see `hash_model`),
-    settings, dtype and texts, they are returned with the new names, and the console says so. With `num_examples`, they
-    need the examples in `out`.
-
-    Raises a `UserError` as `measure_texts`, and an `OtherModelError` if `out` contains the measures of another model.
-    """
-    model, settings = plan.model, plan.recorded_settings
-    key = (model.identity, model.dtype, plan.text_hashes, {**settings, "texts": None})
-    in_folder = read_earlier(out, model.names, model.identity)
-    examples = read_examples(out / EXAMPLES_FILE) if num_examples and (out / EXAMPLES_FILE).is_file() else None
-    for other in earlier if in_folder is None else (in_folder, *earlier):
-        other_key = (other.identity, other.model["dtype"], other.text_hashes, {**other.settings, "texts": None})
-        if other_key == key and (examples is not None or not num_examples):
-            if console is not None:
-                console.print("measured before")
-            return Collected(replace(other, model=other.model | model.names._asdict(), settings=settings), examples)
-    return measure_texts(plan, out, console, num_examples)
+    names = ModelName(type(head_model).__name__)
+    return OpenedModel(names, encoder, tokenizer, matrix, dtype, weights="", identity="")
 
 
 def measure_texts(
@@ -158,17 +123,28 @@ def measure_texts(
     console: Console | None = None,
     num_examples: int = 0,
     labels: Labels | None = None,
+    earlier: Iterable[Measurements] = (),
 ) -> Collected:
     """Measure a model's hidden states over texts in one pass, its embedding matrices and its final normalization.
 
-    With a folder `out`, the pass saves its state there and resumes from it after an interruption;
-    `measures_file.discard_state` deletes the state once the result is on disk. With several processes, only rank 0
-    returns measures of the hidden states. Statistics are at least float32. A console shows a progress bar, and warns of
-    embeddings that are not finite, which get NaN for all measures. The mean states of the first `num_examples`
-    documents of all texts together are kept. `labels` has the groups of the documents of each text, see `Stream`.
+    If the measurements in the folder `out`, or one of the `earlier` ones, are of the same model (see `hash_model`),
+    settings, dtype and texts, they are returned with the new names, and the console says so. With `num_examples`, they
+    need the examples in `out`. Otherwise, the pass saves its state in `out` and resumes from it after an interruption;
+    `measures_file.discard_state` deletes the state once the result is on disk.
 
-    Raises a `UserError` if a text cannot be read, memory runs out, or hidden states are not finite.
+    With several processes, only rank 0 returns measures of the hidden states. Statistics are at least float32. A
+    console shows a progress bar, and warns of embeddings that are not finite, which get NaN for all measures. The mean
+    states of the first `num_examples` documents of all texts together are kept. `labels` has the groups of the
+    documents of each text, see `Stream`.
+
+    Raises a `UserError` if a text cannot be read, memory runs out, or hidden states are not finite, and an
+    `OtherModelError` if `out` contains the measures of another model.
     """
+    measured = None if out is None else _find_earlier(plan, out, earlier, num_examples)
+    if measured is not None:
+        if console is not None:
+            console.print("measured before")
+        return measured
     start, model = time.monotonic(), plan.model
     examples_by_text = num_examples // len(plan.texts) if plan.settings.documents == "separate" else 0
     stream = _open_stream(plan, out, examples_by_text, labels)
@@ -179,9 +155,6 @@ def measure_texts(
         summaries = _run_pass(stream, plan, console)
     finally:
         stream.taps.remove()
-    by_source: dict[str, Any] = {
-        field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS
-    }
     measurements = Measurements(
         model={
             **model.names._asdict(),
@@ -199,7 +172,8 @@ def measure_texts(
         readings={source: asdict(reading) for source, reading in stream.readings.items()},
         seconds=model.seconds + time.monotonic() - start + stream.earlier_seconds,
         processes=stream.num_processes,
-        **by_source,
+        groups=dict.fromkeys(stream.taps.names, labels.num_independent) if labels and labels.num_independent else {},
+        **arrange_by_source(summaries),
     )
     sums = {plan.text_hashes[name]: summaries[name]["examples"] for name in plan.text_hashes if name in summaries}
     return Collected(
@@ -207,24 +181,27 @@ def measure_texts(
     )
 
 
+def _find_earlier(plan: TextPass, out: Path, earlier: Iterable[Measurements], num_examples: int) -> Collected | None:
+    model, settings = plan.model, plan.recorded_settings
+    key = (model.identity, model.dtype, plan.text_hashes, {**settings, "texts": None})
+    in_folder = read_earlier(out, model.names, model.identity)
+    examples = read_examples(out / EXAMPLES_FILE) if num_examples and (out / EXAMPLES_FILE).is_file() else None
+    for other in earlier if in_folder is None else (in_folder, *earlier):
+        other_key = (other.identity, other.model["dtype"], other.text_hashes, {**other.settings, "texts": None})
+        if other_key == key and (examples is not None or not num_examples):
+            return Collected(replace(other, model=other.model | model.names._asdict(), settings=settings), examples)
+    return None
+
+
 def _open_stream(plan: TextPass, out: Path | None, num_examples: int, labels: Labels | None) -> Stream:
     model = plan.model
     if model.device.type == "cpu":
         keep_freed_memory()
-    if out is None:
-        return Stream(model.encoder, model.tokenizer, plan.settings, num_examples=num_examples, labels=labels)
     # The state also depends on the device, where sums have other rounding errors.
-    identity = compute_identity(
-        model.identity,
-        model.device.type,
-        plan.settings,
-        num_examples,
-        [text.path for text in plan.texts],
-        *plan.text_hashes.values(),
-    )
-    return Stream(
-        model.encoder, model.tokenizer, plan.settings, Output(out, "state").open_state("pass"), identity, num_examples
-    )
+    paths, hashes = [text.path for text in plan.texts], plan.text_hashes.values()
+    identity = compute_identity(model.identity, model.device.type, plan.settings, num_examples, paths, *hashes)
+    state_path = None if out is None else Output(out, "state").open_state("pass")
+    return Stream(model.encoder, model.tokenizer, plan.settings, state_path, identity, num_examples, labels)
 
 
 def _measure_embeddings(
@@ -267,7 +244,6 @@ def _count_rows(
 
 
 def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
-    """Return the settings with a block length that fits the model: 0 becomes the model's longest input, at most 512."""
     max_length = find_max_input_length(model.config)
     if max_length is not None and settings.length > max_length:
         raise UserError(f"--length {settings.length} is too long; the model takes at most {max_length} tokens")

@@ -1,208 +1,183 @@
 """Measures the states of a model in memory over batches of any modality."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from rich.console import Console
+from torch import Tensor
 
 from istar.drawing.terminal import make_progress
 from istar.errors import UserError
-from istar.geometry.collect.batch_reader import Places
+from istar.geometry.collect.batch_reader import BatchReader, Places
 from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm
-from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
-from istar.geometry.collect.pass_settings import PassOptions, SpecialTokens, SumSettings
+from istar.geometry.collect.measures_file import Measurements, arrange_by_source, describe_model
+from istar.geometry.collect.pass_settings import SumSettings
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures.numerics import accumulation_dtype
 from istar.runs.names import FINAL_NORM
+from istar.vectors.clouds import MIN_CLOUD_POINTS
 
 BATCHES = "batches"
 """Name of the source of all batches."""
 
 
-class StateReader(Protocol):
-    """Reads the states of a model on a batch: `BatchReader` or `SentenceReader`."""
-
-    names: tuple[str, ...]
-    norm: nn.Module | None
-
-    def read(self, batch: Any) -> tuple[dict[str, Places], Tensor | None]:
-        """Return the places of each state, and the token ids `(batch, places)` if the batch has them."""
-
-
 class PlaceRows(NamedTuple):
-    """Which places of states with equal shape and mask are rows, and what is known about these."""
+    """Places of a batch that count, in states that have the same ones, and what is known about them."""
 
-    indices: Tensor  # of the rows in the flattened places, `(n,)`, on the CPU
-    examples: Tensor  # of each row, `(n,)`, counted over all batches
-    positions: Tensor  # of each row in its example, `(n,)`
-    types: Tensor | None  # token id of each row, `(n,)`
-
-
-def find_rows(places: Places, first_example: int | Tensor, token_ids: Tensor | None) -> PlaceRows:
-    """Return the rows among the places of a batch; `first_example` is the number of its first example, or of each."""
-    num_examples, num_places = places.values.shape[:2]
-    mask = torch.ones(num_examples, num_places, dtype=torch.bool) if places.mask is None else places.mask.cpu()
-    examples, positions = mask.nonzero(as_tuple=True)
-    has_ids = token_ids is not None and token_ids.shape == mask.shape
-    types = token_ids.cpu()[examples, positions] if has_ids and token_ids is not None else None
-    numbers = torch.arange(num_examples) + first_example if isinstance(first_example, int) else first_example
-    return PlaceRows(examples * num_places + positions, numbers[examples], positions, types)
+    states: dict[str, Tensor]  # points `(n, d)` by state, on the device of the state
+    examples: Tensor  # number of each point's example among those of all batches, `(n,)`, on the CPU
+    positions: Tensor  # position of each point in its example, `(n,)`, on the CPU
+    types: Tensor | None  # token id of each point, `(n,)`, on the CPU
 
 
-@dataclass
-class _Waiting:
-    """Rows of a state that wait for being added to its sums."""
-
-    points: list[Tensor]
-    rows: list[PlaceRows]
+def select_places(
+    places_by_state: Mapping[str, Places], example_numbers: Tensor, token_ids: Tensor | None
+) -> list[PlaceRows]:
+    """Return the places of a batch that count, of all states with the same ones together."""
+    sets: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+    for state, (values, mask) in places_by_state.items():
+        sets.setdefault((values.shape[:2], id(mask)), {})[state] = values
+    selected = []
+    for (shape, _), values_by_state in sets.items():
+        mask = places_by_state[next(iter(values_by_state))].mask
+        mask = torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask.cpu()
+        examples, positions = mask.nonzero(as_tuple=True)
+        types = None
+        if token_ids is not None and token_ids.shape == shape:
+            types = token_ids.cpu()[examples, positions]
+        indices = examples * shape[1] + positions
+        points = {state: values.flatten(0, 1)[indices.to(values.device)] for state, values in values_by_state.items()}
+        selected.append(PlaceRows(points, example_numbers[examples], positions, types))
+    return selected
 
 
 class BatchSums:
     """Adds the states of batches to the sums of each state, thousands of rows at a time.
 
-    Args:
-        settings: which measures, groups and sample.
-        labels: groups and ids of the examples.
-        num_types: size of the model's vocabulary; 0 for a model without one.
-        num_examples: number of examples, from the first one on, whose mean states are kept.
+    The origins of the sums are the means of the first batch with rows. `num_types` is the size of the model's
+    vocabulary, or 0, and `num_points` the number of rows by state. The mean states of the first `num_examples` examples
+    are kept.
     """
 
     def __init__(self, settings: SumSettings, labels: Labels, num_types: int = 0, num_examples: int = 0) -> None:
-        self._settings, self._labels = replace(settings, groups=labels.num_groups), labels
+        self._settings, self._labels = settings, labels
         self._num_types, self._num_examples = num_types, num_examples
         self._sums: SourceSums | None = None
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[tuple[str, ...], list[PlaceRows]] = {}  # by the states that have the same rows
+        self.num_points = Counter[str]()
 
-    def add(self, places_by_state: Mapping[str, Places], numbers: int | Tensor, token_ids: Tensor | None) -> int:
-        """Add a batch, and return the number of its rows; `numbers` is the first number of its examples, or all."""
-        found: dict[tuple[Any, ...], PlaceRows] = {}
-        for state, places in places_by_state.items():
-            key = (*places.values.shape[:2], id(places.mask))
-            rows = found.setdefault(key, find_rows(places, numbers, token_ids))
-            points = places.values.flatten(0, 1)
-            points = points if len(rows.indices) == len(points) else points[rows.indices.to(points.device)]
-            waiting = self._waiting.setdefault(state, _Waiting([], []))
-            waiting.points.append(points)
-            waiting.rows.append(rows)
-        if self._sums is None:
-            self._sums = self._create_sums(token_ids is not None)
-        num_waiting = max(sum(map(len, waiting.points)) for waiting in self._waiting.values())
-        num_bytes = sum(part.numel() * 4 for waiting in self._waiting.values() for part in waiting.points)
-        if num_waiting >= UPDATE_POINTS or num_bytes >= UPDATE_BYTES:
-            self._update(self._sums)
-        return max(len(rows.indices) for rows in found.values())
+    def add(self, batch: Iterable[PlaceRows]) -> None:
+        """Add the rows of a batch."""
+        for rows in batch:
+            self._waiting.setdefault(tuple(rows.states), []).append(rows)
+            self.num_points.update(dict.fromkeys(rows.states, len(rows.examples)))
+        num_waiting = max(sum(len(rows.examples) for rows in parts) for parts in self._waiting.values())
+        waiting_points = (part for parts in self._waiting.values() for rows in parts for part in rows.states.values())
+        is_full = num_waiting >= UPDATE_POINTS or sum(points.numel() * 4 for points in waiting_points) >= UPDATE_BYTES
+        if is_full and all(self.num_points.values()):  # an origin needs a row
+            self._update()
 
     def finish(self) -> SourceSums:
-        """Add what still waits, and return the sums. Raises a `UserError` without batches."""
-        if self._sums is None:
-            raise UserError("there are no batches; expected at least one")
-        self._update(self._sums)
-        return self._sums
+        """Add the rows that still wait, and return the sums. Raises a `UserError` for a state with too few rows."""
+        for state, number in self.num_points.items():
+            if number < MIN_CLOUD_POINTS:
+                raise UserError(f"{state} has {number} places that count; expected at least {MIN_CLOUD_POINTS}")
+        return self._update()
 
-    def _create_sums(self, has_types: bool) -> SourceSums:
+    def _update(self) -> SourceSums:
+        sums = self._sums = self._sums or self._create_sums()
+        for states, parts in self._waiting.items():
+            examples = torch.cat([part.examples for part in parts])
+            if not len(examples):
+                continue
+            types = [part.types for part in parts if part.types is not None]
+            rows = Rows.of(
+                self._labels.find_groups(examples),
+                torch.cat(types) if len(types) == len(parts) else None,
+                torch.cat([part.positions for part in parts]),
+                examples if self._num_examples else None,
+            )
+            points = {state: torch.cat([part.states[state] for part in parts]) for state in states}
+            sorted_points = {state: values[rows.order.to(values.device)] for state, values in points.items()}
+            # Each example is a part with its own random numbers.
+            numbers, lengths = examples.unique_consecutive(return_counts=True)
+            sums.update(sorted_points, rows, numbers.tolist(), lengths.tolist())
+        self._waiting = {}
+        return sums
+
+    def _create_sums(self) -> SourceSums:
+        waiting = [rows for parts in self._waiting.values() for rows in parts]
         origins = {}
-        for state, waiting in self._waiting.items():
-            points = waiting.points[0]
-            if not len(points):
-                raise UserError(f"the mask leaves no places of {state} in the first batch; expected at least one")
+        for state in self.num_points:
+            points = next(rows.states[state] for rows in waiting if state in rows.states and len(rows.examples))
             origins[state] = points.to(accumulation_dtype(points.device)).mean(0)
-        has_positions = any(bool((waiting.rows[0].positions > 0).any()) for waiting in self._waiting.values())
-        num_types = self._num_types if has_types else 0
+        num_types = self._num_types if any(rows.types is not None for rows in waiting) else 0
         return SourceSums(
             self._settings,
             origins,
             num_types=num_types,
-            has_positions=has_positions,
+            has_positions=any(bool((rows.positions > 0).any()) for rows in waiting),
             sample_size=min(self._settings.sample, num_types or self._settings.sample),
             num_examples=self._num_examples,
-            row_sets=[[state] for state in origins],
+            have_same_rows=False,
         )
-
-    def _update(self, sums: SourceSums) -> None:
-        rows_by_parts: dict[tuple[int, ...], tuple[Rows, Tensor]] = {}
-        for state, waiting in self._waiting.items():
-            if not waiting.points:
-                continue
-            key = tuple(map(id, waiting.rows))
-            if key not in rows_by_parts:
-                rows_by_parts[key] = self._sort(waiting.rows)
-            rows, examples = rows_by_parts[key]
-            points = torch.cat(waiting.points)[rows.order.to(waiting.points[0].device)]
-            # Each example is a part with its own random numbers.
-            numbers, lengths = examples.unique_consecutive(return_counts=True)
-            sums.update({state: points}, rows, numbers.tolist(), lengths.tolist())
-        self._waiting = {state: _Waiting([], []) for state in self._waiting}
-
-    def _sort(self, parts: list[PlaceRows]) -> tuple[Rows, Tensor]:
-        """Return the rows of several batches, sorted, and the example of each in the order of the batches."""
-        examples, positions = (torch.cat([getattr(part, name) for part in parts]) for name in ("examples", "positions"))
-        types = None if parts[0].types is None else torch.cat([part.types for part in parts if part.types is not None])
-        kept = examples if self._num_examples else None
-        return Rows.of(self._labels.find_groups(examples), types, positions, kept), examples
 
 
 def measure_batches(
-    reader: StateReader,
+    reader: BatchReader,
     batches: Iterable[tuple[Any, Tensor | None]],
-    options: PassOptions,
-    model: nn.Module,
-    special_tokens: SpecialTokens,
+    settings: SumSettings,
+    labels: Labels,
+    num_examples: int = 0,
+    console: Console | None = None,
 ) -> Collected:
     """Measure the states of a model over batches in one pass.
 
-    A batch comes with the numbers of its examples, or with None if they follow those of the batch before. The reader
-    was made for the model and for `special_tokens`. The pass ends once the state with most rows has `options.limit`.
+    A batch comes with the numbers of its examples, or with None if they follow those of the batch before. `labels` has
+    the groups and ids of the examples. The pass ends once the state with most rows has `settings.limit`.
 
-    Raises a `UserError` without batches, or for groups and ids that do not fit the examples, and a `NonFiniteError` for
-    states that are not finite.
+    Raises a `UserError` for a state with too few rows, or for groups and ids that do not fit the examples, and a
+    `NonFiniteError` for states that are not finite.
     """
-    start, limit, labels = time.monotonic(), options.limit, options.labels
+    start, limit, model = time.monotonic(), settings.limit, reader.model
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else None
     num_types = getattr(text_config, "vocab_size", None) or 0
-    sums, num_seen, num_rows = BatchSums(options.settings, labels, num_types, options.num_examples), 0, 0
-    with make_progress(options.console) as progress:
+    sums, num_seen = BatchSums(settings, labels, num_types, num_examples), 0
+    with make_progress(console) as progress:
         task = progress.add_task("reading batches", total=limit)
         for batch, numbers in batches:
             places_by_state, token_ids = reader.read(batch)
-            num_new = sums.add(places_by_state, num_seen if numbers is None else numbers, token_ids)
-            num_seen += len(next(iter(places_by_state.values())).values)
-            num_rows += num_new
-            progress.update(task, advance=num_new)
+            end = num_seen + len(next(iter(places_by_state.values())).values)
+            new_numbers = torch.arange(num_seen, end, device="cpu") if numbers is None else numbers
+            sums.add(select_places(places_by_state, new_numbers, token_ids))
+            num_seen, num_rows = end, max(sums.num_points.values())
+            progress.update(task, completed=num_rows)
             if limit is not None and num_rows >= limit:
                 break
     labels.check_length("examples", num_seen, limit is not None)
     statistics = sums.finish()
     summary = summarize_source(statistics)
-    devices = {str(layer.power_sums.device) for layer in statistics.layers.values()}
-    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in model.parameters() if weight.is_floating_point()}
-    by_source: dict[str, Any] = {field: {BATCHES: summary[field]} for field in SOURCE_FIELDS}
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    devices = {layer.power_sums.device for layer in statistics.layers.values()}
     measurements = Measurements(
-        model={
-            "name": type(model).__name__,
-            "revision": None,
-            "dtype": ", ".join(sorted(dtypes)),
-            "type": getattr(config, "model_type", None),
-            "device": ", ".join(sorted(devices)),
-        },
+        model=describe_model(type(model).__name__, dtypes, devices, getattr(config, "model_type", None)),
         weights="",
         identity="",
-        settings={
-            **asdict(options.settings), "groups": labels.num_groups, "limit": limit,
-            "special_tokens": special_tokens,
-        },
+        settings={**asdict(settings), "special_tokens": reader.special_tokens},
         matrices={},
         final_norm=measure_final_norm(reader.norm, len(summary["spectra"][FINAL_NORM]["raw"])) if reader.norm else None,
         text_hashes={BATCHES: labels.digest} if labels.ids else {},
         groups=dict.fromkeys(statistics.layers, labels.num_independent or num_seen),
         seconds=time.monotonic() - start,
         kind="places",
-        **by_source,
-    )  # fmt: skip
+        **arrange_by_source({BATCHES: summary}),
+    )
     return Collected(measurements, join_examples({labels.digest or BATCHES: summary["examples"]}, labels))

@@ -1,26 +1,27 @@
 """Measures clouds of points that exist: arrays, tensors and files of vectors."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
 from istar.drawing.terminal import make_progress
-from istar.errors import NonFiniteError, UserError
+from istar.errors import NonFiniteError, UserError, shorten
 from istar.geometry.collect.item_labels import Labels
-from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements
-from istar.geometry.collect.pass_settings import PassOptions
+from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, arrange_by_source, describe_model
+from istar.geometry.collect.pass_settings import SumSettings
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.source_sums import UPDATE_POINTS, SourceSums
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures import alignment
 from istar.measures.numerics import accumulation_dtype
-from istar.vectors.clouds import Cloud, check_finite_rows
+from istar.vectors.clouds import MIN_CLOUD_POINTS, Cloud, check_finite_rows
 
 CLOUDS = "points"
 """Name of the source of all clouds."""
@@ -30,81 +31,63 @@ MAX_WHOLE_ROWS = 20_000
 """Largest number of rows among which all neighbours are found. Of a larger cloud, only those within the sample are."""
 
 
-class CloudPass:
-    """A pass over clouds, one after the other.
+def sum_cloud(
+    cloud: Cloud,
+    index: int,
+    settings: SumSettings,
+    labels: Labels,
+    *,
+    num_examples: int = 0,
+    device: str | None = None,
+    console: Console | None = None,
+) -> tuple[SourceSums, torch.dtype]:
+    """Return the sums over the rows of a cloud, and the dtype of its points; see `measure_clouds`.
 
-    Args:
-        options: settings; only rows with ids are kept as examples.
-        labels: groups and ids of the rows by the name of the cloud.
-        device: device of the sums; None for the one where the points are.
-
-    Attributes:
-        devices: devices of the sums.
-        dtypes: dtypes of the points.
+    The index makes the sample of the cloud independent of those of other clouds.
     """
-
-    def __init__(self, options: PassOptions, labels: Mapping[str, Labels], device: str | None = None) -> None:
-        self._settings, self._labels, self._limit = options.settings, labels, options.limit
-        self._console, self._device, self._num_examples = options.console, device, options.num_examples
-        self.devices: set[torch.device] = set()
-        self.dtypes: set[torch.dtype] = set()
-
-    def sum_cloud(self, cloud: Cloud, index: int) -> SourceSums:
-        """Return the sums over the rows of a cloud; its index makes its sample independent of those of other clouds.
-
-        Raises a `UserError` if the rows are too few, or not as many as the labels, and a `NonFiniteError`.
-        """
-        sums, num_rows = None, 0
-        with make_progress(self._console) as progress:
-            task = progress.add_task(escape(cloud.name), total=self._limit or cloud.num_points)
-            for points in self._read_blocks(cloud):
-                sums = sums or self._create_sums(cloud, points.device)
-                try:
-                    self._add(sums, cloud.name, points, num_rows, index)
-                except NonFiniteError:
-                    check_finite_rows(cloud)
-                    raise
-                num_rows += len(points)
-                progress.update(task, advance=len(points))
-        if sums is None or num_rows < 4:
-            raise UserError(f"{cloud.name} has {num_rows} rows; expected at least 4")
-        if sums.layers[cloud.name].is_constant:
-            raise UserError(f"{cloud.name}: all {num_rows} rows are equal; expected points that differ")
-        self._labels[cloud.name].check_length(f"rows of {cloud.name}", num_rows, self._limit is not None)
-        return sums
-
-    def _read_blocks(self, cloud: Cloud) -> Iterator[Tensor]:
-        num_rows = 0
+    spread_rows = cloud.read_spread_rows(ORIGIN_ROWS)
+    try:
+        sum_device = spread_rows.device if device is None else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device={device} cannot be used: {shorten(error, 80)}; expected such as cpu or cuda"
+        ) from error
+    finite_rows = spread_rows[spread_rows.isfinite().all(1)]
+    if not len(finite_rows):
+        check_finite_rows(cloud)
+    is_whole = cloud.num_points is not None and cloud.num_points <= MAX_WHOLE_ROWS
+    takes_all = is_whole and settings.sample and settings.measures == "all"
+    sums = SourceSums(
+        replace(settings, groups=labels.num_groups),
+        {cloud.name: finite_rows.to(sum_device, accumulation_dtype(sum_device)).mean(0)},
+        has_positions=False,
+        sample_size=MAX_WHOLE_ROWS if takes_all else settings.sample,
+        num_examples=num_examples if labels.ids else 0,
+    )
+    num_rows = 0
+    with make_progress(console) as progress:
+        task = progress.add_task(escape(cloud.name), total=settings.limit or cloud.num_points)
         for block in cloud.read_blocks(UPDATE_POINTS):
-            block = block if self._limit is None else block[: self._limit - num_rows]
-            self.dtypes.add(block.dtype)
-            self.devices.add(block.device if self._device is None else torch.device(self._device))
-            yield block if self._device is None else block.to(self._device)
-            num_rows += len(block)
-            if num_rows == self._limit:
-                return
-
-    def _create_sums(self, cloud: Cloud, device: torch.device) -> SourceSums:
-        origin = cloud.read_spread_rows(ORIGIN_ROWS).to(device, accumulation_dtype(device)).mean(0)
-        if not origin.isfinite().all():
-            check_finite_rows(cloud)
-        is_whole = cloud.num_points is not None and cloud.num_points <= MAX_WHOLE_ROWS
-        size = self._settings.sample
-        return SourceSums(
-            replace(self._settings, groups=self._labels[cloud.name].num_groups),
-            {cloud.name: origin},
-            has_positions=False,
-            sample_size=MAX_WHOLE_ROWS if is_whole and size and self._settings.measures == "all" else size,
-            num_examples=self._num_examples if self._labels[cloud.name].ids else 0,
-        )
-
-    def _add(self, sums: SourceSums, name: str, points: Tensor, first_row: int, cloud_index: int) -> None:
-        numbers = torch.arange(first_row, first_row + len(points))
-        labels = self._labels[name]
-        groups = _spread(numbers, labels.num_groups) if labels.groups is None else labels.find_groups(numbers)
-        rows = Rows.of(groups, positions=numbers, examples=numbers if labels.ids else None)
-        key = (cloud_index << 32) + first_row // UPDATE_POINTS
-        sums.update({name: points[rows.order.to(points.device)]}, rows, [key], [len(points)])
+            points = block[: None if settings.limit is None else settings.limit - num_rows].to(sum_device)
+            numbers = torch.arange(num_rows, num_rows + len(points), device="cpu")
+            groups = _spread(numbers, labels.num_groups) if labels.groups is None else labels.find_groups(numbers)
+            rows = Rows.of(groups, positions=numbers, examples=numbers if labels.ids else None)
+            key = (index << 32) + num_rows // UPDATE_POINTS
+            try:
+                sums.update({cloud.name: points[rows.order.to(sum_device)]}, rows, [key], [len(points)])
+            except NonFiniteError:
+                check_finite_rows(cloud)
+                raise
+            num_rows += len(points)
+            progress.update(task, completed=num_rows)
+            if num_rows == settings.limit:
+                break
+    if num_rows < MIN_CLOUD_POINTS:
+        raise UserError(f"{cloud.name} has {num_rows} rows; expected at least {MIN_CLOUD_POINTS}")
+    if sums.layers[cloud.name].is_constant:
+        raise UserError(f"{cloud.name}: all {num_rows} rows are equal; expected points that differ")
+    labels.check_length(f"rows of {cloud.name}", num_rows, settings.limit is not None)
+    return sums, spread_rows.dtype
 
 
 def _spread(numbers: Tensor, num_groups: int) -> Tensor:
@@ -119,67 +102,62 @@ def _spread(numbers: Tensor, num_groups: int) -> Tensor:
 
 def measure_clouds(
     clouds: Sequence[Cloud],
-    options: PassOptions,
+    settings: SumSettings,
     labels: Mapping[str, Labels],
     source: str,
-    *,
     pairs: bool = False,
     device: str | None = None,
+    num_examples: int = 0,
+    console: Console | None = None,
 ) -> Collected:
-    """Measure each cloud in one pass over its rows; see `CloudPass`.
+    """Measure each cloud in one pass over its rows.
 
-    `source` says where the clouds are from, and `labels` are by the name of the cloud. With `pairs`, row i of each
-    cloud belongs together, and their alignment is measured, too.
+    `labels` are by the name of the cloud, and `source` says where the clouds are from. With `pairs`, row i of each
+    cloud belongs together, and their alignment is measured, too. Sums are on `device`, or else where the points are.
+    The first `num_examples` rows are kept for comparisons if they have ids. A console shows a progress bar.
 
-    Raises a `UserError` if all rows are equal, or rows and labels do not fit together, and a `NonFiniteError` for rows
-    that are not finite.
+    Raises a `UserError` if rows are too few, all equal, or do not fit the labels or each other, and a `NonFiniteError`.
     """
     start = time.monotonic()
     if pairs and len(clouds) < 2:
         raise UserError("pairs are rows of two clouds; expected a dictionary of clouds with as many rows")
-    cloud_pass, all_labels = CloudPass(options, labels, device), list(labels.values())
-    summaries: dict[str, dict[str, Any]] = {}
+    dtypes, devices = set[torch.dtype](), set[torch.device]()
     means: dict[str, Tensor] = {}
+    summary: dict[str, dict[str, Any]] = {field: {} for field in (*SOURCE_FIELDS, "examples")}
     for index, cloud in enumerate(clouds):
-        sums = cloud_pass.sum_cloud(cloud, index)
-        summaries[cloud.name] = summarize_source(sums)
-        means[cloud.name] = sums.layers[cloud.name].moments.mean.cpu()
+        sums, dtype = sum_cloud(
+            cloud, index, settings, labels[cloud.name], num_examples=num_examples, device=device, console=console
+        )
+        summary_of_cloud = summarize_source(sums)
+        for field, values in summary.items():
+            values.update(summary_of_cloud[field])
+        mean = sums.layers[cloud.name].moments.mean
+        means[cloud.name] = mean.cpu()
+        dtypes.add(dtype)
+        devices.add(mean.device)
         del sums  # free them before those of the next cloud are allocated
-    by_source: dict[str, Any] = {
-        field: {CLOUDS: {name: summary[field][name] for name, summary in summaries.items() if name in summary[field]}}
-        for field in SOURCE_FIELDS
-    }
+    num_groups = min(cloud_labels.num_groups for cloud_labels in labels.values())
     measurements = Measurements(
-        model={
-            "name": source,
-            "revision": None,
-            "dtype": ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in cloud_pass.dtypes)),
-            "type": None,
-            "device": ", ".join(sorted(map(str, cloud_pass.devices))),
-        },
+        model=describe_model(source, dtypes, devices),
         weights="",
         identity="",
-        settings={
-            **asdict(options.settings),
-            "groups": min(cloud_labels.num_groups for cloud_labels in all_labels),
-            "limit": options.limit,
-        },
+        settings={**asdict(settings), "groups": num_groups, "source": source},
         matrices={},
         final_norm=None,
         text_hashes={name: cloud_labels.digest for name, cloud_labels in labels.items() if cloud_labels.ids},
         groups={
-            name: labels[name].num_independent or int(summary["sources"][name]["points"])
-            for name, summary in summaries.items()
+            name: labels[name].num_independent or int(measures["points"])
+            for name, measures in summary["sources"].items()
         },
         gaps=measure_gaps(clouds, means, pairs),
         seconds=time.monotonic() - start,
         kind="points",
-        **by_source,
+        **arrange_by_source({CLOUDS: summary}),
     )
-    if not all_labels[0].ids or len({cloud_labels.digest for cloud_labels in all_labels}) > 1:
+    digests = {cloud_labels.digest for cloud_labels in labels.values()}
+    if "" in digests or len(digests) > 1:
         return Collected(measurements)
-    examples = {name: summary["examples"][name] for name, summary in summaries.items()}
-    return Collected(measurements, join_examples({CLOUDS: examples}, all_labels[0]))
+    return Collected(measurements, join_examples({CLOUDS: summary["examples"]}, labels[clouds[0].name]))
 
 
 def measure_gaps(clouds: Sequence[Cloud], means: Mapping[str, Tensor], pairs: bool) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -62,7 +63,7 @@ class Measurements:
 
     model: dict[str, Any]  # name and revision as given, dtype, model type and device
     weights: str  # hash of all weights; equal weights have equal hashes, whatever their revision is called
-    identity: str  # hash of the weights, the configuration and the tokenizer; see `measure.hash_model`
+    identity: str  # hash of the weights, the configuration and the tokenizer; see `model_identity.hash_model`
     settings: dict[str, Any]  # settings of the pass, and the paths of the texts
     # Measures by source and tap. With several sources, `combined` is all of them together.
     sources: BySourceAndTap[dict[str, float]]
@@ -71,8 +72,8 @@ class Measurements:
     # `centered` and `post_processed`.
     matrices: dict[str, dict[str, dict[str, Any]]]
     final_norm: dict[str, Any] | None  # gain and bias of the final normalization; None without a gain
-    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `measure.trim_norm_histogram`
-    # See `measure.find_extreme_dimensions`.
+    norms: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)  # see `summaries.trim_norm_histogram`
+    # See `summaries.find_extreme_dimensions`.
     extremes: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
     # Norm and InterSim of the tokens by position in the model's input, and by how often their type occurs in the texts;
     # see `Layer.summarize_by_position` and `Layer.summarize_by_frequency`.
@@ -86,7 +87,7 @@ class Measurements:
     # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
     replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
-    # `measure.summarize_rows` of each embedding matrix, and `counts`, how often each token occurs in the texts.
+    # `matrices.summarize_rows` of each embedding matrix, and `counts`, how often each token occurs in the texts.
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`.
     readings: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -125,6 +126,23 @@ class Measurements:
     def all_texts(self) -> dict[str, dict[str, float]]:
         """Measures by tap over all texts together."""
         return self.sources[self.combined_key]
+
+
+def arrange_by_source(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the `SOURCE_FIELDS` of `Measurements` from the results of `summarize_source` by source."""
+    return {field: {source: summary[field] for source, summary in summaries.items()} for field in SOURCE_FIELDS}
+
+
+def describe_model(
+    name: str, dtypes: Iterable[object], devices: Iterable[object], model_type: str | None = None
+) -> dict[str, Any]:
+    """Return `Measurements.model` of a model in memory or of points."""
+    return {
+        **ModelName(name)._asdict(),
+        "dtype": ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+        "type": model_type,
+        "device": ", ".join(sorted(map(str, devices))),
+    }
 
 
 def file_contents(measured: Measurements) -> dict[str, str]:
@@ -185,7 +203,7 @@ def read_earlier(out: Path, model: ModelName, identity: str) -> Measurements | N
 
 
 def discard_state(out: Path) -> None:
-    """Delete the state of the pass of `measure_model` in an output folder; call this once the result is on disk."""
+    """Delete the state of the pass of `measure_texts` in an output folder; call this once the result is on disk."""
     for path in (out / STATE_FOLDER).glob("pass.*"):
         path.unlink(missing_ok=True)
 

@@ -4,13 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.layers import LayerSettings, MeasureSet
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from istar.texts.corpus import Documents
 
 SpecialTokens = Literal["include", "exclude"]
@@ -31,6 +28,9 @@ class SumSettings:
     groups: int = 10
     sample: int = 5_000  # maximum number of points for measures of pairs; 0 leaves these measures out
     seed: int = 0  # seed of the sample
+    # Most tokens of a text, rows of a cloud or of a state that are read, or few more, as batches are read whole. None
+    # reads all.
+    limit: int | None = None
 
     def make_layer_settings(self, dims: Iterable[int], has_positions: bool = True) -> LayerSettings:
         """Return the settings of the accumulators of states of the given widths."""
@@ -54,17 +54,6 @@ class SumSettings:
 
 
 @dataclass(frozen=True)
-class PassOptions:
-    """What a pass over points or batches needs besides its source."""
-
-    settings: SumSettings
-    labels: Labels  # groups and ids of the rows of each cloud, or of the examples of all batches
-    limit: int | None = None  # most rows of a cloud or a state; None reads all
-    num_examples: int = 0  # number of examples, from the first one on, whose mean states are kept
-    console: "Console | None" = None  # shows a progress bar
-
-
-@dataclass(frozen=True)
 class MeasureSettings(SumSettings):
     """Settings of `istar measure`, for a pass over texts.
 
@@ -75,8 +64,6 @@ class MeasureSettings(SumSettings):
     length: int  # maximum number of tokens of a block, including special tokens
     # Maximum number of tokens of a batch, with padding; see `corpus.split_into_batches` for the default.
     batch_tokens: int | None = None
-    # A source is read until the statistics have at least this number of its tokens; None reads all of it.
-    limit: int | None = None
     shuffle_buffer: int = 0  # number of documents to draw the next one from, see `corpus.shuffle_documents`; 0: none
     intra: bool = True  # whether to compute IntraSim; its sums may need gigabytes, see `GroupedPoints`
     documents: "Documents" = "separate"  # whether the model sees each document alone; see `corpus.Blocks`

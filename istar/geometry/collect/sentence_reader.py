@@ -61,6 +61,7 @@ class SentenceReader(BatchReader):
         are_left_out = special_tokens == "exclude"
         self._num_special = [len(ids) if are_left_out else 0 for ids in find_special_tokens(model.tokenizer)]
         super().__init__(model, (self._tokenize(first_batch),), mask=self._find_tokens)
+        self.special_tokens = special_tokens
         self.names = (*self.names, POOLED)
 
     def read(self, batch: list[str]) -> tuple[dict[str, Places], Tensor | None]:

@@ -1,23 +1,55 @@
 """What a pass over a source accumulates for all states."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from istar.geometry.collect.example_sums import ExampleSums
 from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.pass_settings import SumSettings
 from istar.geometry.collect.rows import Rows
 from istar.geometry.collect.sample import Sample
 from istar.measures import Accumulator, NeighbourMeasures, ScaleDimension
 from istar.measures.numerics import check_finite
+from istar.measures.point_groups import RowsByGroup
 
 UPDATE_POINTS = 8_192
 """Maximum number of points to add to the sums at once, unless a batch has more. Adding many at once takes less time per
 point, but a model on a CPU is faster with small batches."""
 UPDATE_BYTES = 2**28
 """Maximum bytes, in float32, of all states of the points that are added at once, unless a batch has more."""
+
+
+class ExampleSums(Accumulator):
+    """Accumulates the sum of the points of each of the examples 0 to `num_examples` - 1 at a state.
+
+    The layers of two models are compared by the mean states of examples. Sums are about the `origin`, `(d,)`, in its
+    dtype, so that the mean of equal points is equal to them up to rounding.
+    """
+
+    def __init__(self, num_examples: int, origin: Tensor) -> None:
+        self._origin = origin
+        self.counts = self.add_state("counts", origin.new_zeros(num_examples), "sum")
+        self.totals = self.add_state("totals", origin.new_zeros(num_examples, len(origin), dtype=torch.float32), "sum")
+
+    def update(self, points: Tensor, rows: RowsByGroup) -> None:
+        """Add points `(n, d)`; the groups of `rows` are the examples, and those beyond the last one are left out."""
+        is_kept = rows.groups < len(self.counts)
+        if not is_kept.any():
+            return
+        centered = points.to(torch.promote_types(points.dtype, torch.float32)) - self._origin.to(points.device).float()
+        sums = rows.sum_rows(centered)[is_kept]
+        self.totals.index_add_(0, rows.groups[is_kept], sums.float())
+        self.counts.index_add_(0, rows.groups[is_kept], rows.counts[is_kept].to(self.counts))
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Return the number of points of each example, `(examples,)`, and their mean, `(examples, d)`, on the CPU.
+
+        The mean is float32, and NaN for an example without points.
+        """
+        counts = self.counts.cpu()
+        return counts, (self.totals.cpu() / counts[:, None] + self._origin.cpu()).float()
 
 
 class SourceSums(Accumulator):
@@ -32,7 +64,7 @@ class SourceSums(Accumulator):
         has_positions: whether points have a position in their example.
         sample_size: maximum number of points in the sample; those beyond `settings.sample` are for neighbours alone.
         num_examples: number of examples, from the first one on, whose mean states are kept.
-        row_sets: the states in sets that have the same points in each batch; by default, all are one set.
+        have_same_rows: whether all states have the same rows in each batch, so that one sample has the rows of all.
     """
 
     def __init__(
@@ -44,22 +76,20 @@ class SourceSums(Accumulator):
         has_positions: bool = True,
         sample_size: int | None = None,
         num_examples: int = 0,
-        row_sets: Iterable[Sequence[str]] | None = None,
+        have_same_rows: bool = True,
     ) -> None:
         layer_settings = settings.make_layer_settings(map(len, origins.values()), has_positions)
         self.layers = {state: Layer(num_types, origin, layer_settings) for state, origin in origins.items()}
         self.examples = {state: ExampleSums(num_examples, origin) for state, origin in origins.items() if num_examples}
         self._has_all_measures = settings.measures == "all"
         size = settings.sample if sample_size is None else sample_size
-        self._row_sets = [list(origins)] if row_sets is None else list(row_sets)
-        self.samples = {
-            states[0]: Sample({state: origins[state].device for state in states}, size, settings.seed, settings.sample)
-            for states in self._row_sets
-        }
+        devices = {state: origin.device for state, origin in origins.items()}
+        sampled = [devices] if have_same_rows else [{state: device} for state, device in devices.items()]
+        self.samples = {next(iter(states)): Sample(states, size, settings.seed, settings.sample) for states in sampled}
 
     def get_sample(self, state: str) -> Sample:
         """Return the sample with the points of a state."""
-        return next(self.samples[states[0]] for states in self._row_sets if state in states)
+        return self.samples.get(state) or next(iter(self.samples.values()))
 
     def update(
         self, states: Mapping[str, Tensor], rows: Rows, part_keys: Sequence[int], part_lengths: Sequence[int]
@@ -81,8 +111,10 @@ class SourceSums(Accumulator):
                 self.examples[state].update(points, device_rows.examples)
         row_of_point = rows.row_of_point
         types = None if rows.type_ids is None else rows.type_ids[row_of_point]
-        sample = self.get_sample(next(iter(states)))
-        sample.update(part_keys, part_lengths, types, states, row_of_point)
+        for first_state, sample in self.samples.items():
+            if first_state in states:
+                points_by_state = {state: states[state] for state in sample.states}
+                sample.update(part_keys, part_lengths, types, points_by_state, row_of_point)
 
     def compute_measures(
         self,
@@ -117,7 +149,3 @@ class SourceSums(Accumulator):
             for tap, layer in self.layers.items()
             if self._has_all_measures and self.get_sample(tap).size
         }
-
-    def compute_examples(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the number of points and the mean state, `(examples,)` and `(examples, d)`, of each state."""
-        return {state: sums.compute() for state, sums in self.examples.items()}

@@ -232,7 +232,7 @@ class Stream:
         return len(block.tokens) if self.settings.special_tokens == "include" else block.num_text_tokens
 
     def _merge_ranks(self, source_index: int, statistics: SourceSums, num_blocks_done: int) -> None:
-        blocks_by_rank = torch.arange(self.num_processes).eq(self._rank) * num_blocks_done
+        blocks_by_rank = torch.arange(self.num_processes, device="cpu").eq(self._rank) * num_blocks_done
         dist.all_reduce(blocks_by_rank)
         if self._rank == 0:
             for rank in range(1, self.num_processes):

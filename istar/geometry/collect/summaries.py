@@ -25,8 +25,8 @@ _INTEGER_COLUMNS = ("first", "last", "points")
 def summarize_source(statistics: SourceSums, name_token: NameToken = str) -> dict[str, Any]:
     """Return a source's `SOURCE_FIELDS` by the name of the hidden state, its `token_counts`, and its `examples`.
 
-    The counts, `(vocabulary,)`, are None without IntraSim, which counts the tokens. The examples are the result of
-    `SourceSums.compute_examples`. The result shares no memory with the statistics.
+    The counts, `(vocabulary,)`, are None without IntraSim, which counts the tokens. The examples are the results of
+    `ExampleSums.compute`. The result shares no memory with the statistics.
     """
     layers = statistics.layers
     types = next(iter(layers.values())).types
@@ -56,7 +56,7 @@ def summarize_source(statistics: SourceSums, name_token: NameToken = str) -> dic
             for tap, columns in replicates.items()
         },
         "token_counts": None if types is None else types.count.clone(),
-        "examples": statistics.compute_examples(),
+        "examples": {tap: sums.compute() for tap, sums in statistics.examples.items()},
     }
 
 
@@ -124,7 +124,7 @@ class Collected(NamedTuple):
 def join_examples(sums_by_source: Mapping[str, Mapping[str, tuple[Tensor, Tensor]]], labels: Labels) -> Examples:
     """Return the examples of all sources together, without those that lack points.
 
-    `sums_by_source` has results of `SourceSums.compute_examples` by what identifies the source. An example's id is the
+    `sums_by_source` has the `examples` of `summarize_source` by what identifies the source. An example's id is the
     source and its label, or else its index there.
     """
     ids: list[str] = []

@@ -113,8 +113,8 @@ def _measure_checkpoint(
     with _prepare_source(checkpoint, output) as source:
         model = measure.open_model(source, plan.dtype, plan.device, checkpoint.name)
         text_pass = measure.plan_pass(model, plan.texts, plan.settings)
-        collected = measure.measure_into(
-            text_pass, output.folder, make_console(stderr=True), earlier.measurements.values()
+        collected = measure.measure_texts(
+            text_pass, output.folder, make_console(stderr=True), earlier=earlier.measurements.values()
         )
     measured = replace(collected.measurements, command=plan.command)
     same_weights = (label for label, other in earlier.measurements.items() if other.weights == measured.weights)

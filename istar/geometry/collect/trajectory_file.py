@@ -23,7 +23,7 @@ TRAINING_KIND = PageKind("trajectory", "istar measure, over a training", (TRAJEC
 
 @dataclass(frozen=True)
 class TrajectoryPlan:
-    """What to measure at each checkpoint of a training, and where to write the results; see `measure.measure_model`."""
+    """What to measure at each checkpoint of a training, and where to write the results; see `measure.measure_texts`."""
 
     model: str  # name of the model in the table
     texts: Sequence["Source"]  # texts to measure the model over

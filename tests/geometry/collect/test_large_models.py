@@ -59,7 +59,7 @@ def measure_folder(
     sources = [Source("text", folder / "text.txt")]
     model = measure.open_model(ModelSource(str(folder / "model")), dtype, device)
     text_pass = measure.plan_pass(model, sources, SETTINGS)
-    return measure.measure_into(text_pass, folder / name, console).measurements
+    return measure.measure_texts(text_pass, folder / name, console).measurements
 
 
 def strip(measurements: Measurements) -> str:

@@ -83,7 +83,7 @@ def measurements(folder: Path) -> Measurements:
     """Return measurements whose TwoNN is not defined, because the sample has two points."""
     sources = [Source(name, folder / "text.txt") for name in ("a", "b")]
     text_pass = measure.plan_pass(open_folder(folder / "model"), sources, MeasureSettings(16, sample=2))
-    return measure.measure_into(text_pass, folder / "out").measurements
+    return measure.measure_texts(text_pass, folder / "out").measurements
 
 
 def test_undefined_numbers_are_null_in_the_file(measurements: Measurements, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def measure_quickly(model: Path, text: Path, out: Path, names: Sequence[str] = (
     console = Console(file=io.StringIO())
     settings, sources = MeasureSettings(16, sample=0, intra=False), [Source(name, text) for name in names]
     text_pass = measure.plan_pass(open_folder(model), sources, settings)
-    measured = measure.measure_into(text_pass, out, console).measurements
+    measured = measure.measure_texts(text_pass, out, console).measurements
     write_measures(measured, out)
     return measured, "measured before" in console.file.getvalue()  # type: ignore[attr-defined]
 

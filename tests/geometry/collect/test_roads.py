@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import istar
 from istar.errors import NonFiniteError, UserError
+from istar.geometry.collect import measure_batches
 from istar.geometry.geometry import Geometry
 from istar.models import tiny
 from istar.texts import demo
@@ -197,6 +198,10 @@ def test_equal_ids_pair_two_clouds() -> None:
         (make_cloud(), None, {"groups": [0, 1]}, "there are only 2 groups; expected one for each"),
         (make_cloud(), None, {"groups": [0] * 1_000}, "groups are all the same; standard errors need at least 2"),
         (make_cloud(), None, {"ids": ["a"] * 1_000}, "ids has 'a' twice; expected a different id for each"),
+        (make_cloud(), None, {"groups": np.ones((1_000, 2))}, "groups has several dimensions; expected one value"),
+        (make_cloud(), None, {"limit": 0}, "limit=0 is too small; expected 1 or more"),
+        (make_cloud(), None, {"limit": -5}, "limit=-5 is too small; expected 1 or more"),
+        (make_cloud(), None, {"sample": -1}, "sample=-1 is too small; expected 0 or more"),
         (make_cloud(), None, {"ids": ["a"]}, "there are 1 ids for 1000 rows of points; expected one for each"),
         (torch.ones(9, 3), None, {}, "points: all 9 rows are equal; expected points that differ"),
         (make_cloud(3), None, {}, "points: 3 points are too few; expected 4 or more"),
@@ -207,6 +212,13 @@ def test_equal_ids_pair_two_clouds() -> None:
         (make_cloud(), None, {"pairs": True}, "pairs are rows of two clouds; expected a dictionary of clouds"),
         ({"a": make_cloud()}, None, {"ids": {"b": [1]}}, "ids lacks a; expected a key for each cloud, or one list"),
         (nn.Linear(2, 2), torch.ones(4, 2), {"modules": ["*"]}, "inputs are a Tensor; expected batches, as in"),
+        (nn.Sequential(nn.Linear(2, 2)), [torch.ones(3, 2)], {"modules": ["*"]}, "0 has 3 places that count; expected"),
+        (nn.Sequential(nn.Linear(2, 2)), [torch.ones(9, 2)], {"modules": ["*"], "groups": {"a": []}},
+         "groups is a dictionary; expected a list"),
+        (nn.Linear(2, 2), TEXTS, {"tokenizer": 1, "batch_tokens": 0}, "batch_tokens=0 is too small"),
+        (nn.Linear(2, 2), TEXTS, {"tokenizer": 1, "special_tokens": "no"}, "special_tokens=no is not known"),
+        (nn.Linear(2, 2), TEXTS, {"tokenizer": 1, "groups": [0, 1], "documents": "packed"}, "groups are of texts that"),
+        (nn.Linear(2, 2), {"combined": TEXTS, "b": TEXTS}, {"tokenizer": 1}, "combined is the name of all texts"),
         (nn.Linear(2, 2), "one text", {"tokenizer": 1}, "'one text' is no file, folder or data set of the hub"),
         (nn.Linear(2, 2), [torch.ones(2, 2)], {"tokenizer": 1}, "texts: a text is a Tensor; expected strings"),
         (3, ["a text"], {}, "a int is neither a model nor the name of one"),
@@ -245,3 +257,77 @@ def test_a_limit_ends_the_pass(model: Any) -> None:
     assert 100 <= geometry["points"].iloc[0] < 200
     assert len(read) < 5
     assert istar.measure(make_cloud(), limit=50)["points"]["points"] == 50
+
+
+@pytest.mark.parametrize("road", ["texts", "batches"])
+def test_few_groups_of_examples_give_errors(model: Any, road: str) -> None:
+    """Three groups are fewer than those that the examples would otherwise be divided into."""
+    users = [number % 3 for number in range(len(TEXTS))]
+    if road == "texts":
+        geometry = istar.measure(model, TEXTS, tokenizer=TOKENIZER, groups=users)
+    else:
+        geometry = istar.measure(model, make_batches(), special_tokens="exclude", groups=users)
+    batch = next(make_batches(len(TEXTS)))
+    mask = batch.pop("special_tokens_mask") == 0
+    with torch.no_grad():
+        states = model.eval()(**batch).last_hidden_state
+    groups = torch.tensor(users)[:, None].expand_as(mask)
+    without = np.array([compute_inter_sim(states[mask & (groups != group)].numpy()) for group in range(3)])
+    expected = np.sqrt(2 / 3 * np.square(without - without.mean()).sum())
+    assert geometry["inter_sim_error"]["layer_3"] == pytest.approx(expected, rel=1e-6)
+    assert set(geometry.measurements.groups.values()) == {3}
+    assert "3 groups" in geometry._repr_html_()
+
+
+def test_groups_of_several_clouds_may_be_an_iterator() -> None:
+    clouds = {"a": make_cloud(300), "b": make_cloud(300) + 1}
+    users = [row // 10 for row in range(300)]
+    pd.testing.assert_frame_equal(
+        istar.measure(clouds, groups=iter(users)).table, istar.measure(clouds, groups=users).table
+    )
+
+
+def test_rows_beyond_the_limit_are_not_looked_at() -> None:
+    points = make_cloud(3_000)
+    expected = istar.measure(points[:500]).table
+    points[1_000:] = np.nan
+    pd.testing.assert_frame_equal(istar.measure(points, limit=500).table, expected, rtol=1e-7)
+
+
+def test_batches_without_places_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last batch are empty, and the last one waits alone for being added."""
+    monkeypatch.setattr(measure_batches, "UPDATE_POINTS", 1)
+    states = torch.randn(6, 3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    masks = torch.ones(6, 3, 5)
+    masks[[0, 5]] = 0
+    masks[1:3, :, 1:] = 0  # the first batches with rows have only first places
+    batches = [{"input": points, "mask": mask} for points, mask in zip(states, masks, strict=True)]
+    geometry = istar.measure(nn.Sequential(nn.Identity()), batches, modules=["0"], mask="mask")
+    points = states[masks.bool()].numpy()
+    assert geometry["points"]["0"] == len(points)
+    assert geometry["isoscore"]["0"] == pytest.approx(compute_isoscore(points), rel=1e-9)
+    with pytest.raises(UserError, match=r"^0 has 0 places that count; expected at least 4$"):
+        istar.measure(nn.Sequential(nn.Identity()), batches[:1], modules=["0"], mask="mask")
+
+
+def test_positions_of_batches_that_begin_with_single_places() -> None:
+    batches = [torch.randn(5, num_places, 4) for num_places in (1, 3)]
+    geometry = istar.measure(nn.Sequential(nn.Identity()), batches, modules=["0"])
+    assert geometry.measurements.by_position["batches"]["0"]["points"] == [10, 5, 5]
+
+
+@pytest.mark.parametrize("road", [*ROADS, "points"])
+def test_the_default_device_of_torch_does_not_matter(model: Any, road: str) -> None:
+    """The device `meta` stands for a GPU: tensors on it and on the CPU do not mix."""
+    points, batches, users = make_cloud(200), list(make_batches()), [number % 12 for number in range(200)]
+    measure: Any = {
+        "texts": lambda: istar.measure(model, TEXTS, tokenizer=TOKENIZER, groups=users[:120], measures="all"),
+        "batches": lambda: istar.measure(model, batches, groups=users[:120], measures="all"),
+        "modules": lambda: istar.measure(model, batches, modules=["pooler"], special_tokens="exclude"),
+        "points": lambda: istar.measure({"a": points, "b": points}, groups=users, ids=range(200), measures="all"),
+    }[road]
+    expected = measure()
+    with torch.device("meta"):
+        geometry = measure()
+        istar.compare({"a": expected, "b": geometry})
+    pd.testing.assert_frame_equal(geometry.table, expected.table)
