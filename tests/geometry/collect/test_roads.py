@@ -192,8 +192,6 @@ def test_equal_ids_pair_two_clouds() -> None:
     ("source", "inputs", "options", "message"),
     [
         (make_cloud(), None, {"lenght": 3}, "istar.measure takes no lenght for points; expected key, "),
-        (make_cloud(), None, {"limit": -1}, "sample=5000, limit=-1; expected a sample of 0 or more"),
-        (make_cloud(), None, {"sample": -1}, "sample=-1, limit=None; expected a sample of 0 or more"),
         (make_cloud(), None, {"sampel": 3}, "istar.measure takes no sampel for points; did you mean sample"),
         (make_cloud(), None, {"groups": [0, 1]}, "there are only 2 groups; expected one for each"),
         (make_cloud(), None, {"groups": [0] * 1_000}, "groups are all the same; standard errors need at least 2"),
