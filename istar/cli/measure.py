@@ -23,7 +23,7 @@ from istar.models import saved_checkpoints
 from istar.models.saved_checkpoints import ModelArgument
 from istar.texts import corpus
 from istar.texts.corpus import Source
-from istar.vectors.vector_files import is_vector_file, split_key
+from istar.vectors.vector_files import is_vector_file, open_clouds, split_key
 
 _FILES = f"{measures_file.CSV_FILE} and {measures_file.JSON_FILE}"
 _OPTIONS_OF_MODELS = (
@@ -77,6 +77,7 @@ def _print_points(options: argparse.Namespace, checks: Checks | None) -> None:
     sources = {label or Path(path).stem: path for label, path in map(split_label, options.models)}
     if len(sources) < len(options.models):
         raise UserError("several files have the same name; give them names, as in first=<file>")
+    open_clouds(sources)  # refuses missing files before a folder of other measures
     page_folder.check(options.out, compare_page.MODEL_KIND, [split_key(path)[0] for path in sources.values()])
     files = list(sources.values())
     measures_file.read_earlier(options.out, ModelName(", ".join(files)), "")  # refuses a page of other files

@@ -148,6 +148,10 @@ def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: b
         UserError: for fewer than two geometries, clouds with models, no common state, and with `similarity=True` for
             examples that were not kept or have other ids.
     """
+    if not isinstance(geometries, Mapping):
+        raise UserError(
+            f"geometries are a {type(geometries).__name__}; expected them by label: {{'a': first, 'b': other}}"
+        )
     if len(geometries) < 2:
         raise UserError(f"{len(geometries)} geometries cannot be compared; expected two or more, by label")
     for label, value in geometries.items():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -92,8 +93,8 @@ def measure(
     - **a SentenceTransformer with sentences**: the states of its encoder, and what `encode` returns, as `pooled`.
 
     A model is called in eval mode, without gradients and uncompiled, on its own device and in its own dtype. Whatever
-    happens, each module has its mode back afterwards, and no hook is left. States are named `embeddings`, `layer_1` to
-    `layer_L` (before a final normalization) and `final_norm`, or by the names of the given modules.
+    happens, each module has its mode back afterwards, and no hook of istar is left. States are named `embeddings`,
+    `layer_1` to `layer_L` (before a final normalization) and `final_norm`, or by the names of the given modules.
 
     Args:
         source: points or a model. Floating numbers of any width, on any device; sums are float32 or wider.
@@ -154,7 +155,13 @@ def measure(
     _check_options(what, [name for name, value in given.items() if value is not None] + list(unknown))
     check_one_of("measures", measures, get_args(MeasureSet))
     check_one_of("special_tokens", special_tokens or "include", get_args(SpecialTokens))
-    for name, minimum, value in (("sample", 0, sample), ("limit", 1, limit), ("batch_tokens", 1, batch_tokens)):
+    for name, minimum, value in (
+        ("sample", 0, sample), ("seed", 0, seed), ("limit", 1, limit), ("length", 0, length),
+        ("batch_tokens", 1, batch_tokens),
+    ):  # fmt: skip
+        is_missing = value is None and name in ("limit", "batch_tokens")
+        if not is_missing and (not isinstance(value, Integral) or isinstance(value, bool)):
+            raise UserError(f"{name}={value!r} is a {type(value).__name__}; expected a whole number")
         check_at_least(minimum, name, value)
     settings = SumSettings(measures=measures, groups=NUM_GROUPS, sample=sample, seed=seed, limit=limit)
     console = make_console(stderr=True) if progress else None
@@ -217,10 +224,12 @@ def _find_subject(source: Any, inputs: Any, tokenizer: Any) -> tuple[str, Any]:
             f"a {type(source).__name__} is neither a model nor the name of one; expected istar.measure(points), or a "
             "model and its inputs"
         )
-    is_text_source = isinstance(inputs, str | Path | Mapping)
-    if is_text_source and _is_sentence_transformer(source):
+    is_text_source, is_sentence_model = isinstance(inputs, str | Path | Mapping), _is_sentence_transformer(source)
+    if is_text_source and is_sentence_model:
         raise UserError(f"a SentenceTransformer with a {type(inputs).__name__}; expected a list of sentences")
-    if is_text_source or not is_model or tokenizer is not None:
+    if isinstance(inputs, Mapping) and any(isinstance(value, Tensor) for value in inputs.values()):
+        raise UserError("the inputs are a single batch; expected batches, as in [batch] or a data loader")
+    if is_text_source or not is_model or (tokenizer is not None and not is_sentence_model):
         return "texts", inputs
     if isinstance(inputs, Tensor) or not isinstance(inputs, Iterable):
         raise UserError(
@@ -231,7 +240,7 @@ def _find_subject(source: Any, inputs: Any, tokenizer: Any) -> tuple[str, Any]:
     if first is None:
         raise UserError("the batches are empty or read already; expected at least one, as from a list or a data loader")
     batches = itertools.chain([first], batches)
-    if _is_sentence_transformer(source):
+    if is_sentence_model:
         return "sentences", batches
     if isinstance(first, str):
         raise UserError("texts need a tokenizer: istar.measure(model, texts, tokenizer=tokenizer)")
@@ -250,8 +259,8 @@ def _open_model(model: nn.Module | str | Path, tokenizer: Any, dtype: str | None
         if tokenizer is not None:
             raise UserError("a model given by name has its tokenizer; leave tokenizer out, or pass the model itself")
         return text_road.open_model(parse_models([str(model)])[0].source, dtype or "float32", device or "auto")
-    if tokenizer is None:
-        raise UserError("a model in memory needs its tokenizer: istar.measure(model, texts, tokenizer=tokenizer)")
+    if tokenizer is None or isinstance(tokenizer, str):
+        raise UserError("a model in memory needs its tokenizer, an object: istar.measure(model, texts, tokenizer=...)")
     if dtype is not None or device is not None:
         raise UserError("dtype and device are for a model given by name; move the model before")
     return text_road.hold_model(model, tokenizer)

@@ -137,10 +137,16 @@ class BatchReader:
         except (UserError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the types depend on the model
-            shown = ", ".join([*(f"a {type(value).__name__}" for value in args), *(f"{name}=" for name in kwargs)])
+            names = [name for name in kwargs if name != "use_cache"]
+            shown = ", ".join([*(f"a {type(value).__name__}" for value in args), *(f"{name}=" for name in names)])
+            are_lists = any(isinstance(kwargs[name], list) for name in names)
             raise UserError(
                 f"{type(self.model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of "
-                "what its forward takes: leave out labels and other values"
+                + (
+                    'tensors: return_tensors="pt"'
+                    if are_lists
+                    else "what its forward takes: leave out labels and other values"
+                )
             ) from error
 
     def _split_batch(self, batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -162,7 +168,10 @@ class BatchReader:
             raise UserError(f"the batch has no {key}; expected mask= one of its keys, or a function of it")
         mask = None
         if callable(self._mask):
-            mask = _to_bool(self._mask(batch))
+            given_mask = self._mask(batch)
+            if given_mask is None:
+                raise UserError("the function mask= returned None; expected which places count, (batch, places)")
+            mask = _to_bool(given_mask)
         elif _has_key(batch, key):
             mask = _to_bool(batch[key])
         if self._excludes_special and self._num_constant_places is None:

@@ -16,6 +16,8 @@ from istar.measures.catalogue import MEASURES, Measure
 from istar.runs.names import FINAL_NORM, POOLED
 
 MAX_LINES = 5
+_UNUSUAL_TIMES_EVEN_SHARE = 5
+"""The largest share of the variance is unusual if it is this many times the even share, 1 / d."""
 _POINTS_PER_DIMENSION, _GROUPS_PER_DIMENSION = 10, 1
 """With fewer points per dimension, IsoScore and the ranks are clearly too low. With fewer groups, they are as low
 however many points there are, if the points of a group have a correlation of 0.3 or more: all of them then count as at
@@ -102,8 +104,18 @@ def _compare_first_tokens(measured: Measurements) -> dict[str, float]:
     return ratios
 
 
+def _find_large_shares(measured: Measurements) -> dict[str, float]:
+    """Return the largest shares of the variance that are several times as large as the share of all dimensions."""
+    shares = _find_values(measured, "largest_variance_share")
+    return {
+        state: share if share * measured.width_of(state) >= _UNUSUAL_TIMES_EVEN_SHARE else math.nan
+        for state, share in shares.items()
+    }
+
+
 _FLAGGED_VALUES: dict[str, Callable[[Measurements], dict[str, float]]] = {
     "average_norm": _compare_norms,
+    "largest_variance_share": _find_large_shares,
     "sample_inter_sim_without_top_5": _find_falls,
     "norm_by_position": _compare_first_tokens,
 }
@@ -145,7 +157,7 @@ def _rank_models(models: Sequence[MeasuredModel], measure: Measure) -> list[str]
         return _describe_largest_difference(models, measure)
     values = {model.label: (model.last_layer_measures.get(measure.name, math.nan), model) for model in models}
     defined = sorted((pair for pair in values.values() if math.isfinite(pair[0])), key=lambda pair: pair[0])
-    if len(defined) < 2 or defined[0][0] == defined[-1][0]:
+    if len(defined) < 2 or math.isclose(defined[0][0], defined[-1][0], rel_tol=1e-6):
         return []
     (low, low_model), (high, high_model) = defined[0], defined[-1]
     row = compare.find_last_difference(low_model, high_model, measure.name)

@@ -4,9 +4,11 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.stats
 
+import istar
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.show.compare import MeasuredModel
 from istar.geometry.show.findings import describe_findings, find_flags
@@ -66,6 +68,8 @@ UNUSUAL = {
     "massive_activations": (
         {"massive_activations": 4.0, "largest_activation_ratio": 2_000.0}, "Layer 2 .* 2,000 times the median magnitude"
     ),
+    "near_duplicates": ({"near_duplicates": 0.2}, "20% of the compared tokens of layer 2 have a near duplicate"),
+    "hubness": ({"hubness": 60.0}, "A few tokens of layer 2 are near neighbours of very many .*: the hubness is 60."),
 }  # fmt: skip
 
 
@@ -159,3 +163,23 @@ def test_changes_over_a_training() -> None:
     # One checkpoint is a model.
     single = make_training(steps=(7,))
     assert describe_over([single]) == describe_single(single.checkpoints[0].measurements)
+
+
+def test_planted_faults_of_a_cloud_are_found() -> None:
+    random = np.random.default_rng(0)
+    points = random.normal(size=(1_000, 32))
+    copies = istar.measure(np.concatenate([points, points[:50]]), measures="all").findings
+    assert any(line.startswith("10% of the compared points of the cloud have a near duplicate") for line in copies)
+    units = points / np.linalg.norm(points, axis=1, keepdims=True)
+    units[7] = units.mean(0)
+    hub = istar.measure(units, measures="all").findings
+    assert any("near neighbours of very many others" in line for line in hub)
+    usual = istar.measure(random.normal(size=(2_000, 3)), measures="all").findings
+    assert usual[0] == "No measure is unusual."
+
+
+def test_a_difference_of_rounding_errors_is_no_finding() -> None:
+    points = np.random.default_rng(0).normal(size=(500, 16))
+    ids = range(500)
+    comparison = istar.compare({"a": istar.measure(points, ids=ids), "b": istar.measure(2 * points, ids=ids)})
+    assert not [line for line in comparison.findings if line.startswith(("IsoScore is largest", "InterSim is largest"))]
