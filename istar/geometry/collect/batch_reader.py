@@ -139,14 +139,11 @@ class BatchReader:
         except Exception as error:  # the types depend on the model
             names = [name for name in kwargs if name != "use_cache"]
             shown = ", ".join([*(f"a {type(value).__name__}" for value in args), *(f"{name}=" for name in names)])
-            are_lists = any(isinstance(kwargs[name], list) for name in names)
+            advice = "what its forward takes: leave out labels and other values"
+            if any(isinstance(kwargs[name], list) for name in names):
+                advice = 'tensors, as with return_tensors="pt"'
             raise UserError(
-                f"{type(self.model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of "
-                + (
-                    'tensors: return_tensors="pt"'
-                    if are_lists
-                    else "what its forward takes: leave out labels and other values"
-                )
+                f"{type(self.model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of {advice}"
             ) from error
 
     def _split_batch(self, batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
