@@ -143,7 +143,8 @@ class BatchReader:
             if any(isinstance(kwargs[name], list) for name in names):
                 advice = 'tensors, as with return_tensors="pt"'
             raise UserError(
-                f"{type(self.model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of {advice}"
+                f"{type(self.model).__name__} cannot be called with ({shown}): {shorten(error)}; expected batches of "
+                + advice
             ) from error
 
     def _split_batch(self, batch: Any) -> tuple[Sequence[Any], dict[str, Any]]:
