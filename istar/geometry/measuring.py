@@ -26,7 +26,7 @@ from istar.geometry.collect.sentence_reader import SentenceReader, sort_sentence
 from istar.geometry.collect.state_rows import Channels
 from istar.geometry.collect.summaries import Collected
 from istar.geometry.geometry import Geometry
-from istar.hidden_states.model_layers import eval_mode
+from istar.hidden_states.model_modes import eval_mode
 from istar.models.saved_checkpoints import parse_models
 from istar.vectors.vector_files import PointSource, is_vector_file, open_clouds
 

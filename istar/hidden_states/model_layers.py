@@ -6,11 +6,9 @@ return the outputs of all layers and then of the final norm, but no embeddings.
 """
 
 import functools
-import random
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from istar.errors import UserError, did_you_mean, shorten
 from istar.hidden_states.call_arguments import find_wrapped, read_argument_names, request_states
+from istar.hidden_states.model_modes import eval_mode, preserve_rng_states, uncompiled
 from istar.hidden_states.offloading import find_input_device, hold_weights
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.norms import norm_parameters
@@ -440,42 +439,3 @@ def _are_equal(tensor: Tensor | None, state: Tensor) -> bool:
     if tensor is None or (tensor.shape, tensor.dtype) != (state.shape, state.dtype):
         return False
     return torch.allclose(tensor.to(state.device), state, rtol=0, atol=0, equal_nan=True)
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Return a context in which compiled modules run uncompiled, so that their hooks are called."""
-    # Without torch's compiler, nothing is compiled, and its import takes a second.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch all modules to eval mode, and restore the mode of each module at the end."""
-    training_modules = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training_modules:
-            module.training = True
-
-
-@contextmanager
-def preserve_rng_states(device: torch.device) -> Iterator[None]:
-    """Restore the states of the global generators of `random`, numpy and torch at the end of the context.
-
-    Loaders and collators may draw from them.
-    """
-    python_state = random.getstate()
-    # If numpy is not imported, its generator cannot have been used.
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    # On CPUs, fork_rng ignores the device type, which only has to exist.
-    devices, device_type = ([], "cuda") if device.type == "cpu" else ([device], device.type)
-    with torch.random.fork_rng(devices, device_type=device_type):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)

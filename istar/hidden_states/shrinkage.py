@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.hidden_states.attached_penalty import NUM_POINTS
-from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
+from istar.hidden_states.model_modes import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.accumulator import sum_over_processes, world_size

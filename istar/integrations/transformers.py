@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from istar.errors import UserError, check_one_of
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
-from istar.hidden_states.model_layers import eval_mode, preserve_rng_states
+from istar.hidden_states.model_modes import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
 from istar.integrations.trainer_callback import STATE_FILE, PenaltyCallback, save_penalty
 from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums, sum_all_points

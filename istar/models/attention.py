@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from istar.hidden_states.model_layers import eval_mode
+from istar.hidden_states.model_modes import eval_mode
 from istar.models.architectures import is_decoder
 
 IsolationMethod = Literal["positions", "mask"]

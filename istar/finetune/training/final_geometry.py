@@ -14,7 +14,7 @@ from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate, build_evaluation_loader, select_rows_with_tokens, sort_longest_first
 from istar.finetune.training.module import FineTuner, token_mask
-from istar.hidden_states.model_layers import eval_mode
+from istar.hidden_states.model_modes import eval_mode
 from istar.hidden_states.sharding import is_sharded_module
 from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
 from istar.measures import Moments, isoscore_star, two_nn

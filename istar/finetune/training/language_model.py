@@ -13,7 +13,8 @@ from istar.finetune.config import OptimConfig
 from istar.finetune.tasks.language_modelling import LanguageModelEvaluator
 from istar.finetune.training.module import Batch, FineTuner, inputs_with_labels, token_mask
 from istar.hidden_states import AttachedPenalty
-from istar.hidden_states.model_layers import find_head_model, make_trial_ids, preserve_rng_states
+from istar.hidden_states.model_layers import find_head_model, make_trial_ids
+from istar.hidden_states.model_modes import preserve_rng_states
 from istar.hidden_states.offloading import find_input_device
 from istar.measures.accumulator import sum_over_processes, world_size
 from istar.regularizers.points import IGNORED_LABEL

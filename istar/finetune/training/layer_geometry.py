@@ -14,7 +14,7 @@ from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
 from istar.finetune.training.final_geometry import EvaluationPasses, add_layers, call_or_none, list_layers, unite_layers
 from istar.finetune.training.module import FineTuner, log_immediately, naming_step
-from istar.hidden_states.model_layers import preserve_rng_states
+from istar.hidden_states.model_modes import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures import Moments, isoscore
 from istar.measures.layer_sums import LayerSums

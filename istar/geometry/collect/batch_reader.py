@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from istar.errors import UserError, check_one_of, shorten
 from istar.geometry.collect.state_rows import Channels, Places, leave_out_first, map_tensors, to_places
 from istar.hidden_states.call_arguments import read_argument_names
-from istar.hidden_states.model_layers import eval_mode, uncompiled
+from istar.hidden_states.model_modes import eval_mode, uncompiled
 from istar.hidden_states.offloading import find_input_device
 from istar.hidden_states.reader import HiddenStateReader
 from istar.measures.numerics import full_precision

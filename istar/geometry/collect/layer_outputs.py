@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from istar.hidden_states.model_layers import make_trial_ids, uncompiled
+from istar.hidden_states.model_layers import make_trial_ids
+from istar.hidden_states.model_modes import uncompiled
 from istar.hidden_states.offloading import find_input_device
 from istar.hidden_states.reader import HiddenStateReader
 from istar.measures.numerics import full_precision
