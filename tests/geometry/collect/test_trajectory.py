@@ -472,7 +472,7 @@ def test_the_table_on_the_terminal_has_the_last_layer_before_a_final_norm(tmp_pa
     checkpoints = [Checkpoint(f"step{step}", "m", step=step) for step in (1, 2)]
     plan = trajectory_file.TrajectoryPlan("m", [], MeasureSettings(length=16), tmp_path)
     table = terminal_tables.make_checkpoint_table(plan, checkpoints, trajectory_file.Trajectory({"step2": measured}))
-    assert [list(column.cells) for column in table.columns[:2]] == [["step1", "step2"], ["-", "0.2"]]
+    assert [list(column.cells) for column in table.columns[:2]] == [["step1", "step2"], ["\N{EN DASH}", "0.2"]]
 
 
 def test_another_model_is_refused(tmp_path: Path, folder: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
