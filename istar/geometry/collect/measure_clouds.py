@@ -149,7 +149,7 @@ def measure_clouds(
             name: labels[name].num_independent or int(measures["points"])
             for name, measures in summary["sources"].items()
         },
-        gaps=measure_gaps(clouds, means, pairs),
+        gaps=measure_gaps(clouds, means, pairs, settings.limit),
         seconds=time.monotonic() - start,
         kind="points",
         **arrange_by_source({CLOUDS: summary}),
@@ -160,8 +160,12 @@ def measure_clouds(
     return Collected(measurements, join_examples({CLOUDS: summary["examples"]}, labels[clouds[0].name]))
 
 
-def measure_gaps(clouds: Sequence[Cloud], means: Mapping[str, Tensor], pairs: bool) -> list[dict[str, Any]]:
-    """Return the distance and the cosine of the means of each two clouds of the same width, and with `pairs` alignment.
+def measure_gaps(
+    clouds: Sequence[Cloud], means: Mapping[str, Tensor], pairs: bool, limit: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the distance and the cosine of the means of each two clouds of the same width.
+
+    With `pairs`, also the alignment of their rows, at most the first `limit`.
 
     Raises a `UserError` for pairs in clouds of different shapes.
     """
@@ -180,14 +184,17 @@ def measure_gaps(clouds: Sequence[Cloud], means: Mapping[str, Tensor], pairs: bo
                 "cosine": float(torch.nn.functional.cosine_similarity(mean, other_mean, dim=0, eps=0)),
             }
             if pairs:
-                gap["alignment"] = _measure_alignment(first, second)
+                gap["alignment"] = _measure_alignment(first, second, limit)
             gaps.append(gap)
     return gaps
 
 
-def _measure_alignment(first: Cloud, second: Cloud) -> float:
+def _measure_alignment(first: Cloud, second: Cloud, limit: int | None) -> float:
     total, count = 0.0, 0
     for block, other_block in zip(first.read_blocks(UPDATE_POINTS), second.read_blocks(UPDATE_POINTS), strict=True):
-        total += float(alignment(block, other_block.to(block.device))) * len(block)
-        count += len(block)
+        end = len(block) if limit is None else min(len(block), limit - count)
+        if end == 0:
+            break
+        total += float(alignment(block[:end], other_block[:end].to(block.device))) * end
+        count += end
     return total / count

@@ -149,6 +149,8 @@ def test_clouds_of_several_widths_and_the_gap_between_their_means() -> None:
     [paired] = istar.measure({"a": first, "b": second}, pairs=True).measurements.gaps
     units = [points / np.linalg.norm(points, axis=1, keepdims=True) for points in (first, second)]
     assert paired["alignment"] == pytest.approx(np.square(units[0] - units[1]).sum(1).mean(), rel=1e-9)
+    [limited] = istar.measure({"a": first, "b": second}, pairs=True, limit=100).measurements.gaps
+    assert limited["alignment"] == pytest.approx(np.square(units[0] - units[1])[:100].sum(1).mean(), rel=1e-9)
     with pytest.raises(UserError, match=r"^a and c have different shapes; pairs need"):
         istar.measure({"a": first, "c": make_cloud(200, 5)}, pairs=True)
 
