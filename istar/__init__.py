@@ -1,7 +1,7 @@
 """Fine-tuning with isotropy penalties, and measures of the geometry of language-model representations.
 
-The public names of this package are imported on first use. They depend on torch only, except those of results: `load`,
-`load_runs`, `measure`, `compare`, `Geometry` and `Comparison` need `istar[train]`.
+The public names of this package are imported on first use. Most need only torch. `measure`, `load`, `load_runs`,
+`compare`, `Geometry` and `Comparison` need `istar[train]`.
 """
 
 import importlib

@@ -161,7 +161,9 @@ def _print_models(
         raise UserError("--steps is for several checkpoints; expected --checkpoints or --revisions with it")
     saved_checkpoints.check_distinct_labels([model.default_label for model in models])
     folders = {model: options.out / model.default_label if len(models) > 1 else options.out for model in models}
-    console, frames, geometries = make_console(stderr=options.json), {}, []
+    console = make_console(stderr=options.json)
+    frames = {}
+    geometries = []
     for model, geometry, page_path in measure_models(options, folders, sources, settings, options.examples, rank):
         frames[model.default_label] = measures_file.layer_frame(geometry.measurements)
         geometries.append(geometry)

@@ -144,7 +144,7 @@ def _add_measure_options(parser: argparse.ArgumentParser) -> None:
     _add_measuring_options(parser)
     _add_output(parser, "geometry")
     _add_figures(parser)
-    examples_help = "documents whose mean states to keep, by which istar compare computes CKA later (default: 0)"
+    examples_help = "keep the mean states of this many documents, for CKA in istar compare (default: 0)"
     add("--examples", type=int, default=0, help=examples_help)
     _add_list(parser, "--revisions", "instead of a model's revision: several, to measure one by one")
     add("--checkpoints", help="instead of a model: a pattern 'folder/*' of saved models, runs or .ckpt files")

@@ -25,7 +25,7 @@ class Violation:
     """A measure beyond its bounds. `str()` is a line that says so."""
 
     measure: str
-    state: str  # name of the state; after that of the text or before it that of the step, if there are several
+    state: str  # name of the state; with several steps or texts, "step, text, state"
     value: float  # NaN if the measure is undefined
     low: float  # ends of the 95% interval; NaN without a standard error
     high: float
@@ -108,7 +108,8 @@ def find_violations(table: pd.DataFrame, num_groups: int, checks: Checks) -> Ite
             intervals = make_intervals(rows, name, num_groups)
             smallest, largest = parse_bounds(name, bounds)
             for index, (value, low, high) in zip(rows.index, intervals.itertuples(index=False), strict=True):
-                low_end, high_end = (low, high) if math.isfinite(low) else (value, value)
+                low_end = low if math.isfinite(low) else value
+                high_end = high if math.isfinite(low) else value
                 # NaN is within no bounds.
                 is_within = (smallest is None or high_end >= smallest) and (largest is None or low_end <= largest)
                 if not is_within:

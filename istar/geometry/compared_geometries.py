@@ -40,7 +40,7 @@ class Comparison:
 
     Args:
         models: the geometries with their labels; the first is the one that the others are compared with.
-        similarities: CKA of every state of one geometry with every state of another, for some pairs.
+        similarities: CKA of all pairs of states, for each pair of geometries that has common examples.
     """
 
     models: tuple[MeasuredModel, ...]

@@ -205,7 +205,7 @@ def _check_options(what: str, given: Sequence[str]) -> None:
 
 
 def _find_subject(source: Any, inputs: Any, tokenizer: Any) -> tuple[str, Any]:
-    """Return what is measured, a key of `_OPTIONS`, and the inputs, of which the first has been looked at."""
+    """Return what is measured, a key of `_OPTIONS`, and all the inputs; the first one tells texts from batches."""
     is_model = isinstance(source, nn.Module)
     if inputs is None and not is_model:
         if isinstance(source, str) and not is_vector_file(source):

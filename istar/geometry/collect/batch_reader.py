@@ -163,7 +163,7 @@ class BatchReader:
         """Return which places of a batch count, `(batch, places)`, apart from those that do not depend on the input."""
         key = self._mask if isinstance(self._mask, str) else "attention_mask"
         if isinstance(self._mask, str) and not _has_key(batch, key):
-            raise UserError(f"the batch has no {key}; expected mask= one of its keys, or a function of it")
+            raise UserError(f"the batch has no key {key}; expected mask= with a key of the batch, or a function")
         mask = None
         if callable(self._mask):
             given_mask = self._mask(batch)
@@ -175,8 +175,8 @@ class BatchReader:
         if self._excludes_special and self._num_constant_places is None:
             if not _has_key(batch, "special_tokens_mask"):
                 raise UserError(
-                    'the batch has no special_tokens_mask; expected one for special_tokens="exclude" with texts or '
-                    "modules=[...]: tokenizers return it with return_special_tokens_mask=True"
+                    'the batch has no special_tokens_mask, which special_tokens="exclude" needs; expected a tokenizer '
+                    "that was called with return_special_tokens_mask=True"
                 )
             is_content = ~_to_bool(batch["special_tokens_mask"])
             mask = is_content if mask is None else mask

@@ -38,7 +38,7 @@ class Labels:
 
     @property
     def digest(self) -> str:
-        """Hash of the ids and groups, which are equal for sources whose differences are paired; empty without ids."""
+        """Hash of the ids and groups, or "" without ids. Two sources with the same hash can be compared row by row."""
         groups = [] if self.groups is None else self.groups.tolist()
         return hashlib.blake2b(repr((self.ids, groups)).encode()).hexdigest()[:16] if self.ids else ""
 

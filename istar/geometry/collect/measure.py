@@ -79,7 +79,7 @@ def open_model(
 
 @dataclass(frozen=True)
 class TextPass:
-    """A model, texts to measure it over, and how: everything that the result depends on."""
+    """Everything that the result of a pass depends on: the model, the texts and the settings."""
 
     model: OpenedModel
     texts: Sequence[Source]

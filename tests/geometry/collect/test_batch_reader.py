@@ -206,7 +206,9 @@ def test_special_tokens_of_texts_are_known_from_the_batch_alone() -> None:
     states = read(model, {**batch, "special_tokens_mask": special}, special_tokens="exclude")
     expected = batch["attention_mask"].bool() & (special == 0)
     assert all(torch.equal(places.mask, expected) for places in states.values())
-    with pytest.raises(UserError, match="the batch has no special_tokens_mask; expected one for special_tokens"):
+    with pytest.raises(
+        UserError, match='the batch has no special_tokens_mask, which special_tokens="exclude" needs; expected a tok'
+    ):
         read(model, batch, special_tokens="exclude")
 
 
@@ -413,7 +415,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
     "called twice": (Doubled, torch.ones(3, 2, 4), {"modules": ["twice"]}, "twice was called 2 times in a pass"),
     "never called": (Doubled, torch.ones(3, 2, 4), {"modules": ["never"]}, "never was called 0 times in a pass"),
     "channels": (ConvNet, MAPS, {"modules": ["stem.0"]}, r'stem\.0 has shape \(2, 6, 4, 4\).*channels="first"'),
-    "no such mask": (ConvNet, {"images": MAPS}, {"modules": ["head"], "mask": "valid"}, "the batch has no valid"),
+    "no such mask": (ConvNet, {"images": MAPS}, {"modules": ["head"], "mask": "valid"}, "the batch has no key valid"),
     "mask": (ConvNet, {"images": MAPS, "valid": torch.ones(2, 3)},
              {"modules": ["stem.0"], "channels": "first", "mask": "valid"},
              r"the mask has shape \(2, 3\), and stem\.0 has 16 places for 2 examples.*mask="),

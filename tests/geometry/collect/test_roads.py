@@ -78,7 +78,7 @@ def test_a_model_is_as_before(model: Any) -> None:
     modes = [module.training for module in model.modules()]
     istar.measure(model, TEXTS[:20], tokenizer=TOKENIZER)
     istar.measure(model, make_batches())
-    with pytest.raises(UserError, match=r"^the batch has no labels; expected mask="):
+    with pytest.raises(UserError, match=r"^the batch has no key labels; expected mask="):
         istar.measure(model, make_batches(), mask="labels")
     assert [module.training for module in model.modules()] == modes
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
