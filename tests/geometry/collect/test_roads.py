@@ -117,6 +117,12 @@ def test_a_cloud_against_float64() -> None:
     np.testing.assert_allclose(geometry.spectra["points"], np.sqrt(variances * (len(points) - 1)), rtol=1e-7)
 
 
+def test_neighbours_are_among_all_rows_of_a_small_cloud() -> None:
+    """A sample of 50 of 600 rows would separate nearly all copies."""
+    copies = np.repeat(make_cloud(300), 2, axis=0)
+    assert istar.measure(copies, measures="all", sample=50)["near_duplicates"]["points"] == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_narrow_points_are_summed_in_wider_numbers(dtype: torch.dtype, scale: float) -> None:
