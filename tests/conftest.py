@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import logging
 import os
 import re
 import sys
@@ -105,6 +106,8 @@ def pytest_configure() -> None:
     """Obey the permissions of files, wait for no disk, copy no configs, and collect garbage less often."""
     obey_permissions()
     os.fsync = lambda descriptor: None
+    # Its threads outlive the test that started them, and would log into the records of other tests.
+    logging.getLogger("wandb").propagate = False
     # Hydra copies all registered configs at each composition, a fifth of its time, and does not change them.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     gc.set_threshold(100_000, 50, 100)
