@@ -1,7 +1,7 @@
 """The arguments of nested calls, as of a head and its base model, that decide which tokens are points."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,3 +70,15 @@ def _have_equal_ids(ids: Any, other_ids: Any) -> bool:
     if ids is other_ids or not (isinstance(ids, Tensor) and isinstance(other_ids, Tensor)):
         return True
     return ids.numel() == other_ids.numel() and bool((ids.flatten().to(other_ids.device) == other_ids.flatten()).all())
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch, which may be nested mappings, tuples and lists, with a function of each of its tensors."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, function) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        values = [map_tensors(value, function) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch

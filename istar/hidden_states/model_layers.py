@@ -409,9 +409,9 @@ def _record_outputs(base_model: Any) -> Iterator[list[Any]]:
             del base_model.forward
 
 
-def find_final_norm(base_model: nn.Module) -> nn.Module | None:
-    """Return the norm outside the layers that outputs the last hidden state, or None; raise as `run_trial`."""
-    trial = run_trial(base_model, base_model)
+def find_final_norm(base_model: nn.Module, model: nn.Module | None = None) -> nn.Module | None:
+    """Return the norm outside the layers that outputs the last hidden state, or None; see `run_trial`."""
+    trial = run_trial(base_model, base_model if model is None else model)
     return _find_norm(base_model, trial, lambda call: _are_equal(call.output, trial.last_state))
 
 

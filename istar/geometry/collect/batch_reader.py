@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from istar.errors import UserError, check_one_of, shorten
-from istar.geometry.collect.state_rows import Channels, Places, leave_out_first, map_tensors, to_places
-from istar.hidden_states.call_arguments import read_argument_names
+from istar.geometry.collect.state_rows import Channels, Places, leave_out_first, to_places
+from istar.hidden_states.call_arguments import map_tensors, read_argument_names
 from istar.hidden_states.model_modes import eval_mode, uncompiled
 from istar.hidden_states.offloading import find_input_device
 from istar.hidden_states.reader import HiddenStateReader

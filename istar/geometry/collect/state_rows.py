@@ -1,6 +1,5 @@
 """The states of a batch as places `(batch, places, d)`, and which of the places count."""
 
-from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -102,15 +101,3 @@ def leave_out_first(places: Places, number: int) -> Places:
     are_counted = torch.arange(places.values.shape[1], device=places.values.device) >= number
     mask = are_counted.expand(places.values.shape[:2]) if places.mask is None else places.mask & are_counted
     return places._replace(mask=mask)
-
-
-def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch, which may be nested mappings, tuples and lists, with a function of each of its tensors."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(value, function) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        values = [map_tensors(value, function) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch

@@ -1,0 +1,135 @@
+"""Alarms of a collapse: what they look at, and when they go off."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from istar.errors import UserError, check_at_least, check_one_of, did_you_mean
+from istar.monitoring.stacked_measures import SAMPLE_MEASURES
+from istar.runs.names import POOLED
+
+Values = Mapping[str, Mapping[str, float]]
+"""Measures of a reading, by state and name."""
+_COLLAPSED_VALUES = {"inter_sim": 1.0}
+"""Values of measures in a complete collapse, if it is not 0."""
+_OTHER_CAUSES = {
+    "inter_sim": "a language model from random weights has nearly equal states in its first hundreds of steps, too",
+    "participation_ratio": "large language models grow a few dominant dimensions in healthy training, too",
+}
+"""What else the measures of the default alarms may show."""
+
+
+class Collapse(RuntimeError):  # noqa: N818
+    """An alarm with `action="stop"` went off. The message names the measure, the state, the values and the step."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Goes off for a state whose measure is beyond bounds in several consecutive readings; once for each state.
+
+    If there are several bounds, a reading counts only if it is beyond all of them. A value that is not finite counts.
+
+    Args:
+        measure: name of a measure that the monitor computes.
+        above: a reading counts if the value is above this bound.
+        below: a reading counts if the value is below this bound.
+        of_first: a reading counts if the value is less than this share of the value in the first reading. For InterSim,
+            which is 1 in a collapse, the share is that of 1 - InterSim.
+        readings: number of consecutive readings.
+        states: "all", "pooled" for the last state of the model and for sentence embeddings, or names of states.
+        unless_recovering: whether readings do not count if the values, or 1 - InterSim, have grown from each to the
+            next.
+        action: "warn" warns, "stop" ends the training, and a function is called with the message. In a loop of the
+            user, `Monitor.step` ends the training with an `istar.Collapse`.
+
+    Raises:
+        UserError: for an unknown measure or action, without a bound, or for less than one reading.
+
+    >>> alarm = Alarm("inter_sim", above=0.98, readings=2)
+    >>> alarm.find_states([{"layer_1": {"inter_sim": value}} for value in (0.9, 0.99, 0.99)])
+    ['layer_1']
+    """
+
+    measure: str
+    _: KW_ONLY
+    above: float | None = None
+    below: float | None = None
+    of_first: float | None = None
+    readings: int = 3
+    states: str | Sequence[str] = "all"
+    unless_recovering: bool = False
+    action: Literal["warn", "stop"] | Callable[[str], object] = "warn"
+
+    def __post_init__(self) -> None:
+        check_one_of("measure", self.measure, SAMPLE_MEASURES)
+        check_at_least(1, "readings", self.readings)
+        if self.above is self.below is self.of_first is None:
+            raise UserError(f"the alarm of {self.measure} has no bound; expected above=, below= or of_first=")
+        if not callable(self.action):
+            check_one_of("action", self.action, ("warn", "stop"))
+
+    def find_states(self, history: Sequence[Values]) -> list[str]:
+        """Return the states for which the alarm goes off at the last reading of a history, as if it was new."""
+        recent = history[-self.readings :]
+        if len(recent) < self.readings:
+            return []
+        return [state for state in self._select_states(recent[-1]) if self._is_beyond(state, history[0], recent)]
+
+    def describe(self, state: str, history: Sequence[Values], step: int) -> str:
+        """Return the message for a state: its values, the bounds, the step, and what the alarm cannot exclude."""
+        values = ", ".join(f"{values[state][self.measure]:.3g}" for values in history[-self.readings :])
+        first = history[0].get(state, {}).get(self.measure, math.nan)
+        bounds = [f"above {self.above:g}"] if self.above is not None else []
+        bounds += [f"below {self.below:g}"] if self.below is not None else []
+        if self.of_first is not None:
+            bounds.append(f"within {self.of_first:g} of its first distance from a collapse, at {first:.3g}")
+        cause = _OTHER_CAUSES.get(self.measure)
+        return (
+            f"step {step}: {state} may have collapsed: {self.measure} was {values} in the last {self.readings} "
+            f"readings, {' and '.join(bounds)}{f'; {cause}' if cause else ''}"
+        )
+
+    def _select_states(self, values: Values) -> list[str]:
+        if self.states == "all":
+            return list(values)
+        if self.states == "pooled":
+            layers = [state for state in values if state != POOLED]
+            return [*layers[-1:], *({POOLED} & values.keys())]
+        wanted = [self.states] if isinstance(self.states, str) else self.states
+        for state in wanted:
+            if state not in values:
+                hint = did_you_mean(state, values)
+                raise UserError(f"the alarm of {self.measure} names the state {state}, which was not read{hint}")
+        return list(wanted)
+
+    def _is_beyond(self, state: str, first: Values, recent: Sequence[Values]) -> bool:
+        if not all(state in values for values in recent):
+            return False
+        numbers = [values[state][self.measure] for values in recent]
+        distances = [self._find_distance(number) for number in numbers]
+        grows = all(earlier < later for earlier, later in itertools.pairwise(distances))
+        if self.unless_recovering and self.readings > 1 and grows:
+            return False
+        first_distance = self._find_distance(first.get(state, {}).get(self.measure, math.nan))
+        return all(
+            not math.isfinite(number)
+            or (
+                (self.above is None or number > self.above)
+                and (self.below is None or number < self.below)
+                and (self.of_first is None or distance < self.of_first * first_distance)
+            )
+            for number, distance in zip(numbers, distances, strict=True)
+        )
+
+    def _find_distance(self, value: float) -> float:
+        """Return how far a value is from that of a complete collapse."""
+        return abs(value - _COLLAPSED_VALUES.get(self.measure, 0.0))
+
+
+DEFAULT_ALARMS = (
+    Alarm("inter_sim", of_first=0.1, states="pooled", unless_recovering=True),
+    Alarm("participation_ratio", below=1.5, of_first=0.2),
+)
+"""The alarms that a monitor has by default; see `istar.Alarm`. Both warn only."""

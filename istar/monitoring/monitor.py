@@ -1,0 +1,434 @@
+"""`istar.Monitor`: reads the geometry of every state during a training of the user."""
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from istar.errors import UserError, check_at_least, check_one_of, shorten
+from istar.hidden_states.call_arguments import map_tensors
+from istar.hidden_states.model_modes import eval_mode, preserve_rng_states
+from istar.hidden_states.offloading import find_input_device
+from istar.measures.accumulator import world_size
+from istar.monitoring.alarms import DEFAULT_ALARMS, Alarm, Collapse
+from istar.monitoring.sampling import PointSampler
+from istar.monitoring.stacked_measures import SAMPLE_MEASURES, StateSample, measure_samples
+from istar.monitoring.watched_states import PassArguments, StateWatcher
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+DEFAULT_MEASURES = (
+    *("isoscore_unbiased", "inter_sim", "participation_ratio", "average_norm", "outlier_severity"),
+    "largest_activation",
+)
+"""Measures of a monitor by default, by the names of the table of measures."""
+TRAINING, PROBE = "training", "probe"
+"""Sources of readings: the passes of the training, and batches given to `Monitor.measure`."""
+GRADIENT_NORM = "gradient_norm"
+"""Name of the column with the norm of the gradient with respect to a state."""
+MAX_PASSES = 1_000
+"""Number of passes without a `step()` after which a reading is given up."""
+_MAX_DUMP_BYTES = 2**30
+"""Maximum size of a file with the points of a reading."""
+
+_monitors: WeakKeyDictionary[nn.Module, "Monitor"] = WeakKeyDictionary()
+
+
+class Reading(NamedTuple):
+    """The geometry of all states at one step.
+
+    Attributes:
+        step: number of optimizer steps before it. The passes read were those of the next step.
+        source: `training` for passes of the training, or `probe` for batches given to `Monitor.measure`.
+        values: by state `points` and `sequences`, the numbers of sampled points and of their sequences; the measures by
+            name; and `<measure>_error`, their standard errors.
+    """
+
+    step: int
+    source: str
+    values: dict[str, dict[str, float]]
+
+    def flatten(self) -> dict[str, float]:
+        """Return the values by the keys of a log, such as `geometry/layer_1/inter_sim`."""
+        prefix = "geometry" if self.source == TRAINING else self.source
+        return {
+            f"{prefix}/{state}/{name}": value for state, values in self.values.items() for name, value in values.items()
+        }
+
+
+class Monitor:
+    r"""Watches the geometry of a model's states during any training.
+
+        monitor = istar.Monitor(model, every=50)
+        for batch in loader:
+            loss = model(**batch).loss
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+            monitor.step()
+
+    Every `every` optimizer steps, the passes of the training itself are read: at most `points` tokens of each state,
+    the same in all states, chosen at random among those that are not padding. Special tokens count. Passes without
+    gradients, such as those of an evaluation, are not read. The measures are those of `istar.measure` on the same
+    points. Their standard errors take the sequences as independent of each other, see
+    `istar.monitoring.stacked_measures.measure_samples`.
+
+    Between readings, a model in eager mode has no hooks. A model that is compiled has an operator in its graph, and
+    must be called for the first time after the monitor is created. During a step that is read, the monitor holds up to
+    `3 * points * d` numbers of each state, in the dtype of the states, and d^2 numbers while it computes.
+
+    Several processes are measured together, each with its share of the points; all of them call `step`.
+
+    Args:
+        model: a transformers model of text, bare, with a head, compiled, or inside of wrappers such as DDP, PEFT and
+            sentence-transformers. With `modules`, any module.
+        every: number of optimizer steps from one reading to the next; the first reading is of the first step.
+        points: maximum number of points of each state in a reading.
+        modules: names, patterns such as "blocks.*", or modules, whose outputs `(batch, d)` or `(batch, places, d)` are
+            the states. By default, the states of `istar.measure`: `embeddings`, `layer_1` to `layer_L` before a final
+            norm, and `final_norm`; and `pooled`, the embeddings of sentence-transformers.
+        measures: names from `istar.monitoring.stacked_measures.SAMPLE_MEASURES`. The effective rank takes as long as
+            all others together. With fewer than 10 d points it is several percent too small, and has no error.
+        alarms: see `istar.Alarm`. The default ones warn of a collapse.
+        optimizer: its steps are counted, so that nobody calls `step`.
+        seed: seed of the random choice of points.
+        gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens.
+        dump: file (.safetensors) for the sampled points of the reading that sets off an alarm, for `istar.measure`.
+        process_group: processes that are measured together; by default all.
+
+    Attributes:
+        count: number of optimizer steps so far.
+        readings: all readings, in their order.
+
+    Raises:
+        UserError: if the states cannot be found, and for unknown measures or options.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 50,
+        *,
+        points: int = 4096,
+        modules: Sequence[str | nn.Module] | None = None,
+        measures: Sequence[str] = DEFAULT_MEASURES,
+        alarms: Sequence[Alarm] = DEFAULT_ALARMS,
+        optimizer: torch.optim.Optimizer | None = None,
+        seed: int = 0,
+        gradients: bool = False,
+        dump: str | Path | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_at_least(1, "every", every)
+        check_at_least(2, "points", points)
+        for measure in measures:
+            check_one_of("measure", measure, SAMPLE_MEASURES)
+        for alarm in alarms:
+            if alarms is not DEFAULT_ALARMS and alarm.measure not in measures:
+                raise UserError(f"an alarm needs {alarm.measure}, which is not among the measures; add it to measures=")
+        self._model, self.every, self._points, self._measures = model, every, points, tuple(measures)
+        self._alarms = [alarm for alarm in alarms if alarm.measure in measures]
+        self._seed, self._dump, self._group = seed, None if dump is None else Path(dump), process_group
+        self.count, self.is_closed = 0, False
+        self.readings: list[Reading] = []
+        self._said: set[str] = set()
+        self._fired: set[tuple[Alarm, str]] = set()
+        self._gradients: dict[str, Tensor] | None = {} if gradients else None
+        self._failure = ""
+        self._sampler = self._make_sampler()
+        previous = _monitors.get(model)
+        if previous is not None and not previous.is_closed:
+            self._warn("the model had another Monitor, which is closed now; call close() on one that is not needed")
+            previous.close()
+        self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
+        _monitors[model] = self
+        self._optimizer_hook: Any = None
+        if optimizer is not None:
+            # accelerate and Lightning wrap the optimizer, and skip its steps while gradients accumulate.
+            while hasattr(optimizer, "optimizer"):
+                optimizer = optimizer.optimizer
+            self._optimizer_hook = optimizer.register_step_post_hook(self._count_optimizer_step)
+        self._arm()
+
+    @property
+    def states(self) -> list[str]:
+        """Names of the states that may be read, from the input to the output."""
+        return list(self._watcher.names)
+
+    def step(self) -> Reading | None:
+        """Count an optimizer step. If its passes were read, measure them and look at the alarms.
+
+        Call it once after each optimizer step, in all processes.
+
+        Returns:
+            The reading, or None if none was due or nothing was read. A reading that fails warns once and does not stop
+            the training.
+
+        Raises:
+            Collapse: if an alarm with `action="stop"` goes off.
+        """
+        if self.is_closed:
+            return None
+        reading, samples = None, {}
+        if self._is_due:
+            samples = self._take_samples()
+            reading = self._make_reading(TRAINING, samples)
+        self.count += 1
+        self._arm()
+        if reading is not None:
+            self._sound_alarms(samples)
+        return reading
+
+    def measure(self, batches: Iterable[Any]) -> Reading:
+        """Measure the states on batches of a probe, in eval mode and without gradients; nothing changes for training.
+
+        At most `points` points of each state are measured. In several processes, all call it, each with its batches.
+
+        Args:
+            batches: mappings, which the model gets as keywords, or tuples, or tensors. Tensors move to the model's
+                device.
+
+        Returns:
+            The reading, with the source `probe`, which is also added to `readings`.
+
+        Raises:
+            UserError: if the batches have no points.
+        """
+        device, sampler = find_input_device(self._model), self._sampler
+        previous_failure, self._failure = self._failure, ""
+        self._sampler = self._make_sampler(is_probe=True)
+        try:
+            with (
+                preserve_rng_states(device), eval_mode(self._model), torch.no_grad(), self._watcher.watch_probe(),
+            ):  # fmt: skip
+                for batch in batches:
+                    _call(self._model, map_tensors(batch, lambda tensor: tensor.to(device)))
+            failure, samples = self._failure or self._watcher.failure, self._sampler.take()
+        finally:
+            self._sampler, self._failure = sampler, previous_failure
+        reading = self._make_reading(PROBE, samples)
+        if reading is None:
+            raise UserError(
+                f"the batches gave no points{f': {failure}' if failure else ''}; expected at least one batch"
+            )
+        return reading
+
+    @property
+    def table(self) -> "pd.DataFrame":
+        """All readings as a data frame, a new one at each access: a row for each reading and state.
+
+        The columns are `step`, `source`, `state`, `points`, `sequences`, a column for each measure, and
+        `<measure>_error` for those with a standard error.
+        """
+        import pandas as pd
+
+        rows = [
+            {"step": reading.step, "source": reading.source, "state": state, **values}
+            for reading in self.readings
+            for state, values in reading.values.items()
+        ]
+        names = [*self._measures, *([GRADIENT_NORM] if self._gradients is not None else [])]
+        columns = ["step", "source", "state", "points", "sequences", *names]
+        columns += [f"{name}_error" for name in self._measures if any(f"{name}_error" in row for row in rows)]
+        return pd.DataFrame(rows, columns=columns).astype({"points": int, "sequences": int})
+
+    def plot(self, *measures: str) -> "Figure":
+        """Draw a panel for each measure over the steps of the training, with a line for some of the states.
+
+        By default, all measures are drawn. The figure is not registered with pyplot.
+
+        Raises:
+            UserError: for an unknown measure, or if there is no reading.
+        """
+        from istar.monitoring.trajectory import draw_trajectory
+
+        return draw_trajectory(self.table, measures or self._measures)
+
+    def save(self, path: str | Path) -> None:
+        """Write all readings to a CSV file, which `istar.load` and `istar compare` read as a trajectory.
+
+        Raises:
+            UserError: if the file cannot be written.
+        """
+        from istar.monitoring.trajectory import write_trajectory
+
+        write_trajectory(self.table, type(self._model).__name__, Path(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps and the readings as plain Python objects, for a checkpoint."""
+        return {"step": self.count, "readings": [[step, source, values] for step, source, values in self.readings]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from the steps and the readings of `state_dict`; the next readings are those without a break."""
+        self.count = state_dict["step"]
+        self.readings = [Reading(*reading) for reading in state_dict["readings"]]
+        self._fired = set()
+        history = self._list_history()
+        for length in range(1, len(history) + 1):
+            self._fired.update(self._find_fired(history[:length]))
+        self._arm()
+
+    def close(self) -> None:
+        """Remove all hooks; `step` then does nothing. The readings stay."""
+        self._watcher.close()
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        self.is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _count_optimizer_step(self, *_: Any) -> None:
+        self.step()
+
+    def _arm(self) -> None:
+        """Read the passes from now on if the next step is due."""
+        self._is_due, self._failure = self.count % self.every == 0, ""
+        self._sampler = self._make_sampler()
+        if self._gradients is not None:
+            self._gradients = {}
+        self._watcher.arm(self._is_due)
+
+    def _make_sampler(self, is_probe: bool = False) -> PointSampler:
+        num_processes = world_size(self._group)
+        rank = dist.get_rank(self._group) if num_processes > 1 else 0
+        return PointSampler(math.ceil(self._points / num_processes), (self._seed, self.count, rank, is_probe))
+
+    def _receive(self, state: str, values: Tensor, arguments: PassArguments) -> None:
+        if self._failure:
+            return
+        if arguments.number >= MAX_PASSES:
+            self._failure = (
+                f"the model was called {arguments.number} times without a step(): call monitor.step() after each "
+                "optimizer step, or create it with optimizer="
+            )
+            self._warn(self._failure)
+            return
+        try:
+            self._sampler.add(state, values, arguments)
+        except Exception as error:  # a training must not stop because it is watched
+            self._failure = shorten(error) or type(error).__name__
+
+    def _receive_gradient(self, state: str, gradient: Tensor) -> None:
+        assert self._gradients is not None
+        square = torch.linalg.vector_norm(gradient.detach(), dtype=torch.promote_types(gradient.dtype, torch.float32))
+        self._gradients[state] = self._gradients.get(state, 0) + square.double().square()
+
+    def _take_samples(self) -> dict[str, StateSample]:
+        """Return the samples of the passes since the last step; none after a failure."""
+        self._failure = self._failure or self._watcher.failure
+        try:
+            samples = {} if self._failure else self._sampler.take()
+        except Exception as error:
+            self._failure, samples = shorten(error) or type(error).__name__, {}
+        if self._failure:
+            self._warn(f"the passes of step {self.count} were not read: {self._failure}")
+        return samples
+
+    def _make_reading(self, source: str, samples: Mapping[str, StateSample]) -> Reading | None:
+        """Measure samples of all processes, and add the reading."""
+        device = find_input_device(self._model)
+        device = next((sample.points.device for sample in samples.values()), device)
+        try:
+            values = measure_samples(samples, self._measures, self.states, self._group, device)
+            if self._gradients is not None and source == TRAINING:
+                self._add_gradient_norms(values, device)
+        except Exception as error:
+            self._warn(f"the reading of step {self.count} failed: {shorten(error) or type(error).__name__}")
+            return None
+        if not values:
+            if source == TRAINING and not self._failure:
+                self._warn(
+                    f"nothing was read at step {self.count}: the model was not called with gradients since the last "
+                    "step(); or it, or another model of its class, was compiled and called before the monitor was "
+                    "created; or it replays CUDA graphs"
+                )
+            return None
+        reading = Reading(self.count, source, values)
+        self.readings.append(reading)
+        return reading
+
+    def _add_gradient_norms(self, values: Mapping[str, dict[str, float]], device: torch.device) -> None:
+        assert self._gradients is not None
+        squares = torch.stack(
+            [torch.as_tensor(self._gradients.get(state, 0.0)).to(device, torch.float64) for state in values]
+        )
+        if world_size(self._group) > 1:
+            dist.all_reduce(squares, group=self._group)
+        for state, square in zip(values, squares.tolist(), strict=True):
+            values[state][GRADIENT_NORM] = math.sqrt(square) if square > 0 else math.nan
+
+    def _list_history(self) -> list[dict[str, dict[str, float]]]:
+        return [reading.values for reading in self.readings if reading.source == TRAINING]
+
+    def _find_fired(self, history: Sequence[Mapping[str, Mapping[str, float]]]) -> list[tuple[Alarm, str]]:
+        """Return the alarms that go off at the last reading, with their states, and did not before."""
+        found = [(alarm, state) for alarm in self._alarms for state in alarm.find_states(history)]
+        return [hit for hit in found if hit not in self._fired]
+
+    def _sound_alarms(self, samples: Mapping[str, StateSample]) -> None:
+        history, stops = self._list_history(), []
+        new_hits = self._find_fired(history)
+        self._fired.update(new_hits)
+        suffix = f"; its points are in {self._dump}" if new_hits and self._write_dump(samples) else ""
+        for alarm, state in new_hits:
+            message = alarm.describe(state, history, self.readings[-1].step) + suffix
+            if callable(alarm.action):
+                alarm.action(message)
+            elif alarm.action == "stop":
+                stops.append(message)
+            else:
+                self._warn(message)
+        if stops:
+            raise Collapse(stops[0])
+
+    def _write_dump(self, samples: Mapping[str, StateSample]) -> bool:
+        """Write the points of a reading for `istar.measure`, and return whether the file exists."""
+        if self._dump is None or not samples:
+            return False
+        num_bytes = sum(sample.points.nbytes for sample in samples.values())
+        if num_bytes > _MAX_DUMP_BYTES:
+            self._warn(f"{self._dump} was not written: the points have {num_bytes / 2**30:.1f} GiB; lower points=")
+            return False
+        from safetensors.torch import save
+
+        from istar.files.writing import atomic_write
+
+        try:
+            with atomic_write(self._dump) as file:
+                file.write(save({state: sample.points.contiguous().cpu() for state, sample in samples.items()}))
+        except (OSError, UserError) as error:
+            self._warn(f"{self._dump} was not written: {shorten(error)}")
+            return False
+        return True
+
+    def _warn(self, message: str) -> None:
+        """Warn on the first process, and only once of the same thing."""
+        if message not in self._said and (world_size(self._group) == 1 or dist.get_rank(self._group) == 0):
+            warnings.warn(message, UserWarning, stacklevel=4)
+        self._said.add(message)
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    """Call a model with a batch: keywords if the model takes them, otherwise arguments."""
+    if isinstance(batch, Mapping):
+        try:
+            inspect.signature(model.forward).bind(**batch)
+        except TypeError:  # models of sentence-transformers take the mapping itself
+            model(batch)
+        else:
+            model(**batch)
+    elif isinstance(batch, list | tuple):
+        model(*batch)
+    else:
+        model(batch)

@@ -1,0 +1,66 @@
+"""The readings of a monitor as a figure, and as a file that is read like the measures of a training's checkpoints."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
+from istar.drawing.rendering import draw
+from istar.errors import UserError, did_you_mean
+from istar.files.writing import atomic_write, to_csv
+from istar.measures.catalogue import find_measure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_OTHER_TITLES = {"largest_activation": "largest |x|", "gradient_norm": "norm of the gradient"}
+"""Titles of what is not in the table of measures."""
+_INTERVAL = 1.96
+"""Half-width of a 95% interval in standard errors."""
+
+
+def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> "Figure":
+    """Draw a panel for each measure of `Monitor.table` over the steps, with a line for at most five of the states.
+
+    Raises:
+        UserError: for a measure that is not in the table, or without readings.
+    """
+    readings = table[table["source"] == "training"] if (table["source"] == "training").any() else table
+    if readings.empty:
+        raise UserError("there is no reading yet; call monitor.step() after each optimizer step")
+    panels = []
+    states = evenly_spaced(list(dict.fromkeys(readings["state"])))
+    for measure in measures:
+        if measure not in readings:
+            raise UserError(f"{measure} was not read{did_you_mean(measure, map(str, readings))}")
+        lines = [_make_line(readings[readings["state"] == state], state, measure) for state in states]
+        panels.append(Panel(_OTHER_TITLES.get(measure) or find_measure(measure).title, lines))
+    steps = sorted(set(readings["step"]))
+    caption = "Measures of sampled points of each state, with 95% intervals over sequences."
+    plot = Plot(
+        "monitor", "Geometry by step", caption, "line", "step", tuple(panels), log_x=are_log_spaced(steps), ordered=True
+    )
+    return draw(plot)
+
+
+def _make_line(rows: pd.DataFrame, state: str, measure: str) -> Line:
+    rows = rows.dropna(subset=measure)
+    errors = rows.get(f"{measure}_error")
+    half_widths = () if errors is None else tuple(_INTERVAL * errors.fillna(0))
+    return Line(state.replace("_", " "), tuple(rows["step"]), tuple(rows[measure]), y_error=half_widths)
+
+
+def write_trajectory(table: pd.DataFrame, model: str, path: Path) -> None:
+    """Write `Monitor.table` as a CSV file with the columns of `trajectory.csv`, and replace the file at once.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    keys = {"model": model, "revision": [f"step{step}" for step in table["step"]], "weights": ""}
+    columns = table.rename(columns={"state": "layer"}).assign(**keys)
+    order = ["model", "revision", "step", "weights", "source", "layer"]
+    content = to_csv(columns[[*order, *(name for name in columns if name not in order)]])
+    with atomic_write(path) as file:
+        file.write(content.encode())
