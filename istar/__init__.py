@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from istar.measures import isoscore as isoscore
     from istar.measures import isoscore_star as isoscore_star
     from istar.measures import isoscore_unbiased as isoscore_unbiased
+    from istar.monitoring.alarms import Alarm as Alarm
+    from istar.monitoring.alarms import Collapse as Collapse
+    from istar.monitoring.monitor import Monitor as Monitor
     from istar.regularizers import *  # noqa: F403
     from istar.reports.run_frame import load_runs as load_runs
     from istar.vectors.transforms import AllButTheTop as AllButTheTop
@@ -29,8 +32,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_BY_NAME = {
+    "Alarm": "istar.monitoring.alarms",
     "AllButTheTop": "istar.vectors.transforms",
     "Centering": "istar.vectors.transforms",
+    "Collapse": "istar.monitoring.alarms",
+    "Monitor": "istar.monitoring.monitor",
     "Transform": "istar.vectors.transforms",
     "UserError": "istar.errors",
     "Whitening": "istar.vectors.transforms",

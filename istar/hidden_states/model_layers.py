@@ -310,10 +310,11 @@ def _reads_text(base_model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
+def run_trial(base_model: nn.Module, model: nn.Module, needs_states: bool = True) -> TrialPass:
     """Run a base model on a few tokens in eval mode; training modes and random numbers stay unchanged.
 
-    `model` is the base model or contains it. If it is sharded, it is called instead of the base model.
+    `model` is the base model or contains it. If it is sharded, it is called instead of the base model. If
+    `needs_states` is False, the hidden states are not requested, and the result has none.
 
     Raises:
         UserError: if the model cannot be called with token ids alone, or does not return one state per token and layer.
@@ -329,11 +330,11 @@ def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
         called(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False)
 
     try:
-        trial = _watch_call(base_model, base_model, call)
+        trial = _watch_call(base_model, base_model, call, needs_states)
     except Exception as error:  # the types depend on the architecture
         raise UserError(f"{name} cannot be tried on token ids: {shorten(error)}") from error
     shapes = {tuple(state.shape[:-1]) for state in trial.states}
-    if shapes != {tuple(token_ids.shape)}:
+    if needs_states and shapes != {tuple(token_ids.shape)}:
         raise UserError(
             f"{name} returns hidden states of {shorten(sorted(shapes))} vectors for {_TRIAL_TOKENS} tokens; expected "
             "one vector for each token: choose another model"
@@ -341,18 +342,22 @@ def run_trial(base_model: nn.Module, model: nn.Module) -> TrialPass:
     return trial
 
 
-def _watch_call(base_model: nn.Module, watched_model: nn.Module, call: Callable[[], object]) -> TrialPass:
+def _watch_call(
+    base_model: nn.Module, watched_model: nn.Module, call: Callable[[], object], needs_states: bool = True
+) -> TrialPass:
     """Run `call` in eval mode; return the states of the base model, and the calls within the watched model."""
     name, device = type(base_model).__name__, find_input_device(base_model)
     with (
         preserve_rng_states(device), eval_mode(watched_model), uncompiled(),
-        _record_calls(watched_model) as calls, _record_outputs(base_model) as outputs,
+        _record_calls(watched_model) as calls, _record_outputs(base_model, needs_states) as outputs,
     ):  # fmt: skip
         call()
     if len(outputs) != 1:
         raise UserError(
             f"{name} was called {len(outputs)} times for a batch; expected one call: name the layers with modules=[...]"
         )
+    if not needs_states:
+        return TrialPass((), outputs[0][0], calls)
     states = getattr(outputs[0], "hidden_states", None)
     if not states or not all(isinstance(state, Tensor) for state in states):
         parts = "".join(f"model.{part} or " for part in _nested_models(base_model))
@@ -384,8 +389,8 @@ def _record_calls(model: nn.Module) -> Iterator[list[Call]]:
 
 
 @contextmanager
-def _record_outputs(base_model: Any) -> Iterator[list[Any]]:
-    """Request the hidden states from each call of a base model, and record its outputs.
+def _record_outputs(base_model: Any, needs_states: bool) -> Iterator[list[Any]]:
+    """Record the outputs of each call of a base model, with its hidden states if they are needed.
 
     PEFT and sentence-transformers call `forward` itself, which skips hooks.
     """
@@ -395,7 +400,7 @@ def _record_outputs(base_model: Any) -> Iterator[list[Any]]:
 
     @functools.wraps(forward)
     def record_output(*args: Any, **kwargs: Any) -> Any:
-        other_args, named = request_states(names, args, kwargs)
+        other_args, named = request_states(names, args, kwargs) if needs_states else (args, kwargs)
         outputs.append(forward(*other_args, **named))
         return outputs[-1]
 
@@ -411,7 +416,8 @@ def _record_outputs(base_model: Any) -> Iterator[list[Any]]:
 
 def find_final_norm(base_model: nn.Module, model: nn.Module | None = None) -> nn.Module | None:
     """Return the norm outside the layers that outputs the last hidden state, or None; see `run_trial`."""
-    trial = run_trial(base_model, base_model if model is None else model)
+    # The norm is known by its output. transformers would keep hooks in a model that was asked for its hidden states.
+    trial = run_trial(base_model, base_model if model is None else model, needs_states=False)
     return _find_norm(base_model, trial, lambda call: _are_equal(call.output, trial.last_state))
 
 
