@@ -96,7 +96,10 @@ def _find_maxima(
         for state in states
     ]
     # NaN would be lost in the maximum of some backends.
-    values = [torch.zeros((), device=device) if value is None else value.nan_to_num(nan=math.inf) for value in largest]
+    values = [
+        torch.zeros((), device=device) if value is None else torch.where(value.isfinite(), value, math.inf)
+        for value in largest
+    ]
     maxima = torch.cat([torch.tensor(widths, device=device, dtype=torch.float32), torch.stack(values)])
     if world_size(group) > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
@@ -365,6 +368,7 @@ def compute_influences(
 
 
 def _sort_values(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Return the values in the order of the columns of a table: numbers, measures, errors."""
+    """Return the values in the order of the columns of a table: numbers, measures, errors; NaN if not finite."""
     errors = [f"{name}_error" for name in names]
-    return {name: values[name] for name in ("points", "sequences", *names, *errors) if name in values}
+    known = {name: values[name] for name in ("points", "sequences", *names, *errors) if name in values}
+    return {name: value if math.isfinite(value) else math.nan for name, value in known.items()}
