@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from istar.geometry.collect.sample import Sample
 from istar.measures import neighbour_measures, uniformity
+from istar.sums.sample import Sample
 
 
 def make_sample(tokens: list[int], size: int, seed: int, block_length: int = 4) -> Sample:
