@@ -66,7 +66,7 @@ def test_the_message_names_values_bounds_and_other_causes():
     )
     assert "\n" not in message
     message = DEFAULT_ALARMS[0].describe("layer_2", history, 150)
-    assert "0.1 of its first" in message and "0.2" in message
+    assert "within 0.1 of its first distance from a collapse, at 0.2" in message
 
 
 @pytest.mark.parametrize(

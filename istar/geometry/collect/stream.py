@@ -21,11 +21,11 @@ from istar.files.writing import atomic_write
 from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.pass_settings import MeasureSettings
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
 from istar.measures.numerics import accumulation_dtype, check_finite
 from istar.models.archives import load_archive
 from istar.runs.names import COMBINED
+from istar.sums.rows import Rows
+from istar.sums.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
 from istar.texts.corpus import Block, Blocks, Reading, Source, sorted_windows, split_into_batches
 
 if TYPE_CHECKING:
