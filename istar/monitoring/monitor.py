@@ -247,7 +247,7 @@ class Monitor:
         Raises:
             UserError: for an unknown measure, or if there is no reading.
         """
-        from istar.monitoring.trajectory import draw_trajectory
+        from istar.monitoring.readings_output import draw_trajectory
 
         return draw_trajectory(self.table, measures or self._measures)
 
@@ -257,7 +257,7 @@ class Monitor:
         Raises:
             UserError: if the file cannot be written.
         """
-        from istar.monitoring.trajectory import write_trajectory
+        from istar.monitoring.readings_output import write_trajectory
 
         write_trajectory(self.table, type(self._model).__name__, Path(path))
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from istar.measures.accumulator import world_size
 from istar.measures.numerics import accumulation_dtype, full_precision, inverse_or_zero, is_rounding
 
-MEASURES_WITH_ERROR = (
+SAMPLE_MEASURES_WITH_ERROR = (
     *("isoscore_unbiased", "isoscore", "participation_ratio", "inter_sim", "average_norm", "outlier_severity"),
 )
 """Measures with a standard error, by the names of the table of measures."""
-SAMPLE_MEASURES = (*MEASURES_WITH_ERROR, "largest_activation", "effective_rank")
+SAMPLE_MEASURES = (*SAMPLE_MEASURES_WITH_ERROR, "largest_activation", "effective_rank")
 """Measures that can be computed from a sample."""
 _COVARIANCE_MEASURES = {"isoscore_unbiased", "isoscore", "participation_ratio", "effective_rank"}
 _MAX_STACK_BYTES = 2**28
@@ -136,7 +136,7 @@ def _measure_same_width(
     sums = OriginSums(*_sum_over_processes(packed, group))
     moments = center(sums)
     columns = {"points": sums.num_points[:, 0], **compute_values(sums, moments, names)}
-    with_error = [name for name in MEASURES_WITH_ERROR if name in names]
+    with_error = [name for name in SAMPLE_MEASURES_WITH_ERROR if name in names]
     squares = sums.num_points.new_zeros(len(states), len(with_error))
     num_groups = sums.num_points.new_zeros(len(states))
     for stack in stacks:

@@ -17,7 +17,7 @@ from istar.measures import (
     singular_values,
 )
 from istar.monitoring import stacked_measures
-from istar.monitoring.stacked_measures import MEASURES_WITH_ERROR, SAMPLE_MEASURES, StateSample, measure_samples
+from istar.monitoring.stacked_measures import SAMPLE_MEASURES, SAMPLE_MEASURES_WITH_ERROR, StateSample, measure_samples
 
 ORACLES = {
     "isoscore": isoscore,
@@ -91,7 +91,7 @@ def weighted_measure(name: str, points: Tensor, weights: Tensor) -> Tensor:
     }[name]
 
 
-@pytest.mark.parametrize("name", MEASURES_WITH_ERROR)
+@pytest.mark.parametrize("name", SAMPLE_MEASURES_WITH_ERROR)
 def test_errors_are_those_of_the_delta_method_with_groups_as_clusters(name):
     points = make_points()
     groups = torch.tensor([0] * 20 + [7] * 5 + [3] * 35)[torch.randperm(60, generator=torch.Generator().manual_seed(1))]
