@@ -272,7 +272,7 @@ class Monitor:
         self._fired = set()
         history = self._list_history()
         for length in range(1, len(history) + 1):
-            self._fired.update(self._find_fired(history[:length]))
+            self._find_fired(history[:length])
         self._arm(keeps_hooks=True)
 
     def close(self) -> None:
@@ -373,18 +373,22 @@ class Monitor:
     def _list_history(self) -> list[dict[str, dict[str, float]]]:
         return [reading.values for reading in self.readings if reading.source == TRAINING]
 
-    def _find_fired(self, history: Sequence[Mapping[str, Mapping[str, float]]]) -> list[tuple[Alarm, str]]:
-        """Return the alarms that go off at the last reading, with their states, and did not before."""
-        found = [(alarm, state) for alarm in self._alarms for state in alarm.find_states(history)]
-        return [hit for hit in found if hit not in self._fired]
+    def _find_fired(self, history: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[Alarm, list[str]]:
+        """Return the alarms that go off at the last reading, each with the states for which it did not before."""
+        found = {
+            alarm: [state for state in alarm.find_states(history) if (alarm, state) not in self._fired]
+            for alarm in self._alarms
+        }
+        new = {alarm: states for alarm, states in found.items() if states}
+        self._fired.update((alarm, state) for alarm, states in new.items() for state in states)
+        return new
 
     def _sound_alarms(self, samples: Mapping[str, StateSample]) -> None:
         history, stops = self._list_history(), []
-        new_hits = self._find_fired(history)
-        self._fired.update(new_hits)
-        suffix = f"; its points are in {self._dump}" if new_hits and self._write_dump(samples) else ""
-        for alarm, state in new_hits:
-            message = alarm.describe(state, history, self.readings[-1].step) + suffix
+        fired = self._find_fired(history)
+        suffix = f"; its points are in {self._dump}" if fired and self._write_dump(samples) else ""
+        for alarm, states in fired.items():
+            message = alarm.describe(states, history, self.readings[-1].step) + suffix
             if callable(alarm.action):
                 alarm.action(message)
             elif alarm.action == "stop":
