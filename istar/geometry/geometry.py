@@ -269,7 +269,8 @@ def load(path: str | Path) -> Geometry:
     folder = Path(path).parent if Path(path).name == JSON_FILE else Path(path)
     if folder.is_file():
         raise UserError(
-            f"{folder} is a file; expected a folder of istar measure or Geometry.save; istar.measure reads files of vectors"
+            f"{folder} is a file; expected a folder of istar measure or Geometry.save; istar.measure reads files of "
+            "vectors"
         )
     if (folder / TRAJECTORY_FILE).is_file() and not (folder / JSON_FILE).is_file():
         [training] = read_trainings([ModelArgument("", str(folder))])

@@ -215,7 +215,7 @@ def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
     for model in (first, other):
         if not model.has_errors:
             return (
-                f"{sentence_start}{model.label} has no standard errors; measure it with --groups over at least as many "
+                f"{sentence_start}{model.label} has no standard errors; measure it with groups, over at least as many "
                 f"{model.words['examples']} as groups."
             )
     return ""
