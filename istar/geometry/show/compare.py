@@ -20,8 +20,8 @@ SUMMARY_MEASURES = tuple(measure.name for measure in MEASURES if measure.summary
 """Measures of the last layer that the table of all models shows."""
 _TOKEN_SETTINGS = ("limit", "documents", "special_tokens", "shuffle_buffer")
 """Settings of `istar measure` that decide which tokens are measured."""
-SETTING_NAMES = {"limit": "max_tokens", "intra": "intra_sim"}
-"""Names on pages, after the options, of settings with other names in `measures.json`."""
+SETTING_NAMES = {"intra": "intra_sim"}
+"""Names on pages of settings with other names in `measures.json`."""
 
 
 @dataclass(frozen=True)

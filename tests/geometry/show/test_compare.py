@@ -38,5 +38,5 @@ def test_other_texts_and_settings_are_pointed_out_in_one_sentence_for_all_models
     models += [MeasuredModel(name, other) for name in "abc"]
     assert compare.describe_other_settings(models) == [
         "a, b and c were measured over other texts than first.",
-        "a, b and c were measured with other settings than first: max_tokens 99 instead of None.",
+        "a, b and c were measured with other settings than first: limit 99 instead of None.",
     ]
