@@ -141,7 +141,7 @@ def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: b
 
     Returns:
         The differences with their 95% intervals. They are paired, by the jackknife over the same groups, if both were
-        measured over the same examples: over equal texts, or with equal `ids`. Otherwise the squares of the errors are
+        measured over the same examples: over equal texts, or with equal `ids`, in any order. Otherwise the squares of the errors are
         added, and a finding says so.
 
     Raises:
