@@ -151,8 +151,8 @@ def describe_other_settings(models: Sequence[MeasuredModel]) -> list[str]:
     first = models[0]
     for other in models[1:]:
         first_settings, settings = first.measurements.settings, other.measurements.settings
-        # The texts are compared by their content, and the size of batches changes no measure.
-        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "batch_tokens"})
+        # The texts are compared by their content, the source is what is compared, and batches change no measure.
+        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "source", "batch_tokens"})
         changes = "; ".join(
             f"{SETTING_NAMES.get(name, name)} {settings.get(name)} instead of {first_settings.get(name)}"
             for name in names
