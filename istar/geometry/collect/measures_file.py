@@ -52,9 +52,7 @@ class OtherModelError(UserError):
     """Raised for an output folder that contains the measures of another model."""
 
     def __init__(self, out: Path, earlier: ModelName, new: ModelName) -> None:
-        super().__init__(
-            f"{out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
-        )
+        super().__init__(f"{out} holds the measures of {earlier}, not of {new}; expected another folder")
 
 
 @dataclass(frozen=True)
