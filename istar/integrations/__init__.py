@@ -1,1 +1,1 @@
-"""Integrations of the penalties with the trainers of other libraries; each module imports only its own library."""
+"""Integrations of the penalties and the monitor with the trainers of other libraries; each module imports only its own library."""
