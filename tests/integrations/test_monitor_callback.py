@@ -48,6 +48,11 @@ def make_trainer(folder: Path, options: dict[str, Any] | None = None, **argument
     return trainer
 
 
+def find_model(trainer: Trainer) -> nn.Module:
+    assert isinstance(trainer.model, nn.Module)
+    return trainer.model
+
+
 def find_monitor(trainer: Trainer) -> istar.Monitor:
     callback = trainer.callback_handler.callbacks[-1]
     assert isinstance(callback, MonitorCallback)
@@ -92,7 +97,7 @@ def test_the_readings_are_those_of_the_batches_of_each_due_step(accumulation: in
         first_pass = reading.step * accumulation
         check_values(reading, compute_values(trainer.passes[first_pass : first_pass + accumulation]))
     assert monitor.is_closed
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in find_model(trainer).modules())
 
 
 def test_the_reporters_get_all_values_and_the_log_history_and_the_screen_do_not(tmp_path: Path, capsys: Any) -> None:
@@ -177,7 +182,10 @@ def test_an_evaluation_has_the_measures_of_its_first_batches(tmp_path: Path) -> 
     trainer = make_trainer(tmp_path, {"probe": 2}, per_device_eval_batch_size=3)
     before = trainer.evaluate()
     trainer.train()
-    for metrics, model in ((before, make_model(NAME)), (trainer.evaluate(metric_key_prefix="test"), trainer.model)):
+    for metrics, model in (
+        (before, make_model(NAME)),
+        (trainer.evaluate(metric_key_prefix="test"), find_model(trainer)),
+    ):
         prefix = "eval" if metrics is before else "test"
         rows = make_examples(NAME, 10)[2:]
         expected = compute_values([(copy.deepcopy(model).eval(), collate(batch)) for batch in (rows[:3], rows[3:6])])
@@ -212,7 +220,7 @@ def test_a_measure_of_a_state_chooses_the_best_model(tmp_path: Path) -> None:
     }
     assert list(scores) == [2, 4, 6, 8]
     assert trainer.state.best_metric == max(scores.values())
-    assert scores[trainer.state.best_global_step] == max(scores.values())
+    assert trainer.state.best_global_step == max(scores, key=scores.__getitem__)
 
 
 def test_the_training_is_the_same_as_without_a_monitor(tmp_path: Path) -> None:
