@@ -2,11 +2,15 @@
 
 import copy
 import json
+import os
+import socket
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer
 
@@ -14,6 +18,8 @@ import istar
 from istar.errors import UserError
 from istar.integrations.monitor_callback import READINGS_KEY
 from istar.integrations.transformers import MonitorCallback
+from istar.monitoring.monitor import Reading
+from tests.forks import run_in_processes
 from tests.integrations.builders import collate, make_examples, make_model, sgd_arguments
 from tests.oracles import mean_pair_cosine, stack
 
@@ -30,7 +36,7 @@ class Recorder(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         unwatched = make_model(NAME)
-        unwatched.load_state_dict(model.state_dict())
+        unwatched.load_state_dict(find_model(self).state_dict())
         self.passes.append((unwatched, dict(inputs)))
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -244,6 +250,51 @@ def test_the_training_is_the_same_as_without_a_monitor(tmp_path: Path) -> None:
         trainer.train()
         parameters.append(dict(model.named_parameters()))
     assert all(torch.equal(value, parameters[1][name]) for name, value in parameters[0].items())
+
+
+def train_in_process(rank: int, port: int, folder: str) -> None:
+    """Save the passes and the readings of a process; it stops by an alarm after the fourth step, as all do."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", **address}
+    alarm = istar.Alarm("inter_sim", above=-1.0, readings=2, states="pooled", action="stop")
+    options = {"every": 3, "probe": 1, "alarms": [alarm]}
+    trainer = make_trainer(Path(folder), options, gradient_accumulation_steps=2, per_device_eval_batch_size=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    is_warned = any("layer_2 may have collapsed" in str(warning.message) for warning in caught)
+    metrics = trainer.evaluate()
+    states = [(dict(model.state_dict()), batch) for model, batch in trainer.passes]
+    readings = [tuple(reading) for reading in find_monitor(trainer).readings]
+    final_state = find_model(trainer).state_dict()
+    results = (states, readings, trainer.state.global_step, is_warned, metrics["eval_layer_1_inter_sim"], final_state)
+    torch.save(results, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    # Skip the shutdown of the interpreter, in which the process group may abort.
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_two_processes_measure_the_union_of_their_points_and_stop_together(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    run_in_processes(train_in_process, (port, str(tmp_path)), 2)
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    assert results[0][1] == results[1][1]
+    assert [(step, source) for step, source, _ in results[0][1]] == [(0, "training"), (3, "training"), (4, "probe")]
+    assert [result[2:4] for result in results] == [(4, True), (4, False)]
+    for step, _, values in results[0][1][:2]:
+        passes = []
+        for saved, batch in (saved_pass for result in results for saved_pass in result[0][2 * step : 2 * step + 2]):
+            model = make_model(NAME)
+            model.load_state_dict(saved)
+            passes.append((model, batch))
+        check_values(Reading(step, "training", values), compute_values(passes))
+    model = make_model(NAME).eval()
+    model.load_state_dict(results[0][5])
+    expected = compute_values([(model, collate(make_examples(NAME, 10)[2:6]))])  # two examples of each process
+    assert results[0][4] == results[1][4] == pytest.approx(expected["layer_1"]["inter_sim"], rel=1e-9)
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
