@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import socket
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,10 @@ import lightning as L
 import pandas as pd
 import pytest
 import torch
+import torch.multiprocessing as mp
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -239,6 +244,50 @@ def test_the_training_is_the_same_as_without_a_monitor() -> None:
         make_trainer(*callbacks).fit(module, make_loader(), make_loader())
         parameters.append(dict(module.named_parameters()))
     assert all(torch.equal(value, parameters[1][name]) for name, value in parameters[0].items())
+
+
+def fit_in_process(rank: int, port: int, folder: Path) -> None:
+    """Save the passes, the readings and the logged values of a process that stops after an alarm at step 3."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+    alarm = istar.Alarm("inter_sim", above=-1.0, readings=2, action="stop")
+    module, callback = Classifier(), MonitorCallback(every=2, alarms=[alarm], probe=1)
+    trainer = make_trainer(callback, devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, make_loader(), make_loader())
+    passes, validation_passes = (
+        [(model.state_dict(), batch) for model, batch in recorded]
+        for recorded in (module.passes, module.validation_passes)
+    )
+    readings = [tuple(reading) for reading in find_monitor(callback).readings]
+    logged = float(trainer.callback_metrics["val/layer_2/inter_sim"])
+    torch.save((passes, validation_passes, readings, trainer.global_step, logged), folder / f"{rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_two_processes_measure_the_union_of_their_points_and_stop_together(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    mp.start_processes(fit_in_process, (port, tmp_path), 2, start_method="fork")
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    assert results[0][2:] == results[1][2:]
+    _, _, readings, num_steps, logged = results[0]
+    assert num_steps == 3
+    assert [(step, source) for step, source, _ in readings] == [(0, "training"), (2, "training"), (3, "probe")]
+    for step, source, values in readings:
+        # The last validation begins with the first batch of each process after those of the sanity check.
+        recorded = [result[0][step] if source == "training" else result[1][-4] for result in results]
+        passes = []
+        for saved, batch in recorded:
+            model = make_classifier("bert").eval()
+            model.load_state_dict(saved)
+            passes.append((model, batch))
+        expected = compute_values(passes)
+        for state in STATES:
+            assert values[state]["inter_sim"] == pytest.approx(expected[state]["inter_sim"], rel=1e-9)
+    assert logged == pytest.approx(readings[-1][2]["layer_2"]["inter_sim"], rel=1e-6)
 
 
 def test_mistakes_are_one_line() -> None:
