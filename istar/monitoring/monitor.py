@@ -247,7 +247,7 @@ class Monitor:
         Raises:
             UserError: for an unknown measure, or if there is no reading.
         """
-        from istar.monitoring.trajectory import draw_trajectory
+        from istar.monitoring.readings_output import draw_trajectory
 
         return draw_trajectory(self.table, measures or self._measures)
 
@@ -257,7 +257,7 @@ class Monitor:
         Raises:
             UserError: if the file cannot be written.
         """
-        from istar.monitoring.trajectory import write_trajectory
+        from istar.monitoring.readings_output import write_trajectory
 
         write_trajectory(self.table, type(self._model).__name__, Path(path))
 
@@ -272,8 +272,8 @@ class Monitor:
         self._fired = set()
         history = self._list_history()
         for length in range(1, len(history) + 1):
-            self._fired.update(self._find_fired(history[:length]))
-        self._arm()
+            self._find_fired(history[:length])
+        self._arm(keeps_hooks=True)
 
     def close(self) -> None:
         """Remove all hooks; `step` then does nothing. The readings stay."""
@@ -291,13 +291,13 @@ class Monitor:
     def _count_optimizer_step(self, *_: Any) -> None:
         self.step()
 
-    def _arm(self) -> None:
+    def _arm(self, keeps_hooks: bool = False) -> None:
         """Read the passes from now on if the next step is due."""
         self._is_due, self._failure = self.count % self.every == 0, ""
         self._sampler = self._make_sampler()
         if self._gradients is not None:
             self._gradients = {}
-        self._watcher.arm(self._is_due)
+        self._watcher.arm(self._is_due, keeps_hooks)
 
     def _make_sampler(self, is_probe: bool = False) -> PointSampler:
         num_processes = world_size(self._group)
@@ -332,7 +332,7 @@ class Monitor:
         except Exception as error:
             self._failure, samples = shorten(error) or type(error).__name__, {}
         if self._failure:
-            self._warn(f"the passes of step {self.count} were not read: {self._failure}")
+            self._warn(f"the passes of step {self.count} were not read: {self._failure}", self._failure)
         return samples
 
     def _make_reading(self, source: str, samples: Mapping[str, StateSample]) -> Reading | None:
@@ -344,14 +344,16 @@ class Monitor:
             if self._gradients is not None and source == TRAINING:
                 self._add_gradient_norms(values, device)
         except Exception as error:
-            self._warn(f"the reading of step {self.count} failed: {shorten(error) or type(error).__name__}")
+            reason = shorten(error) or type(error).__name__
+            self._warn(f"the reading of step {self.count} failed: {reason}", reason)
             return None
         if not values:
             if source == TRAINING and not self._failure:
                 self._warn(
                     f"nothing was read at step {self.count}: the model was not called with gradients since the last "
                     "step(); or it, or another model of its class, was compiled and called before the monitor was "
-                    "created; or it replays CUDA graphs"
+                    "created; or it replays CUDA graphs",
+                    "nothing was read",
                 )
             return None
         reading = Reading(self.count, source, values)
@@ -371,18 +373,22 @@ class Monitor:
     def _list_history(self) -> list[dict[str, dict[str, float]]]:
         return [reading.values for reading in self.readings if reading.source == TRAINING]
 
-    def _find_fired(self, history: Sequence[Mapping[str, Mapping[str, float]]]) -> list[tuple[Alarm, str]]:
-        """Return the alarms that go off at the last reading, with their states, and did not before."""
-        found = [(alarm, state) for alarm in self._alarms for state in alarm.find_states(history)]
-        return [hit for hit in found if hit not in self._fired]
+    def _find_fired(self, history: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[Alarm, list[str]]:
+        """Return the alarms that go off at the last reading, each with the states for which it did not before."""
+        found = {
+            alarm: [state for state in alarm.find_states(history) if (alarm, state) not in self._fired]
+            for alarm in self._alarms
+        }
+        new = {alarm: states for alarm, states in found.items() if states}
+        self._fired.update((alarm, state) for alarm, states in new.items() for state in states)
+        return new
 
     def _sound_alarms(self, samples: Mapping[str, StateSample]) -> None:
         history, stops = self._list_history(), []
-        new_hits = self._find_fired(history)
-        self._fired.update(new_hits)
-        suffix = f"; its points are in {self._dump}" if new_hits and self._write_dump(samples) else ""
-        for alarm, state in new_hits:
-            message = alarm.describe(state, history, self.readings[-1].step) + suffix
+        fired = self._find_fired(history)
+        suffix = f"; its points are in {self._dump}" if fired and self._write_dump(samples) else ""
+        for alarm, states in fired.items():
+            message = alarm.describe(states, history, self.readings[-1].step) + suffix
             if callable(alarm.action):
                 alarm.action(message)
             elif alarm.action == "stop":
@@ -412,11 +418,11 @@ class Monitor:
             return False
         return True
 
-    def _warn(self, message: str) -> None:
-        """Warn on the first process, and only once of the same thing."""
-        if message not in self._said and (world_size(self._group) == 1 or dist.get_rank(self._group) == 0):
+    def _warn(self, message: str, reason: str = "") -> None:
+        """Warn on the first process, and only once for the same reason, which is by default the whole message."""
+        if (reason or message) not in self._said and (world_size(self._group) == 1 or dist.get_rank(self._group) == 0):
             warnings.warn(message, UserWarning, stacklevel=4)
-        self._said.add(message)
+        self._said.add(reason or message)
 
 
 def _call(model: nn.Module, batch: Any) -> None:

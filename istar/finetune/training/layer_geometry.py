@@ -12,7 +12,7 @@ import torch
 from istar.errors import UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate
-from istar.finetune.training.final_geometry import EvaluationPasses, add_layers, call_or_none, list_layers, unite_layers
+from istar.finetune.training.final_geometry import EvaluationPasses, call_or_none, list_layers, unite_layers
 from istar.finetune.training.module import FineTuner, log_immediately, naming_step
 from istar.hidden_states.model_modes import preserve_rng_states
 from istar.hidden_states.sharding import is_sharded_module
@@ -78,7 +78,7 @@ class ValidationGeometry(L.Callback):
         if dataloader_idx > 0:
             return
         sums_class: Any = LayerSums if self.is_monitored else Moments
-        add_layers(self._sums, outputs["hidden_states"], outputs["attention_mask"], sums_class)
+        _add_layers(self._sums, outputs["hidden_states"], outputs["attention_mask"], sums_class)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         all_sums = {layer: sums.all_reduce() for layer, sums in self._sums.items()}
@@ -114,6 +114,14 @@ class ValidationGeometry(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_points = state_dict["points"]
         self._was_below, self._num_above = state_dict["was_below"], state_dict["above"]
+
+
+def _add_layers(sums: dict[str, Any], states_by_layer: dict[str, Any], mask: torch.Tensor, sums_class: Any) -> None:
+    """Add the tokens of a batch to the sums of each layer, which are created if they are missing."""
+    for layer, states in states_by_layer.items():
+        if layer not in sums:
+            sums[layer] = sums_class(states.shape[-1], states.device)
+        sums[layer].update(states, mask)
 
 
 def _score_or_nan(moments: Moments) -> float:
@@ -186,8 +194,10 @@ class GeometryProbe(L.Callback):
             return
         start = time.perf_counter()
         passes = EvaluationPasses(trainer, pl_module, self.collate, self.batch_size)
+        sums: dict[str, LayerSums] = {}
         with preserve_rng_states(trainer.strategy.root_device), naming_step("geometry", trainer):
-            sums = passes.sum_layers(self.rows, self.sample, LayerSums)
+            for _, states_by_layer, mask in passes.iterate(self.rows, self.sample):
+                _add_layers(sums, states_by_layer, mask, LayerSums)
             measures = {layer: layer_sums.compute(SAMPLED) for layer, layer_sums in sums.items()}
         values = {geometry_key(layer, name): value for layer in measures for name, value in measures[layer].items()}
         log_immediately(trainer, {"epoch": epoch, **values, SECONDS_KEY: time.perf_counter() - start})

@@ -15,12 +15,11 @@ from istar.drawing.terminal import make_progress
 from istar.errors import NonFiniteError, UserError, shorten
 from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, arrange_by_source, describe_model
-from istar.geometry.collect.pass_settings import SumSettings
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import UPDATE_POINTS, SourceSums
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures import alignment
 from istar.measures.numerics import accumulation_dtype
+from istar.sums.rows import Rows
+from istar.sums.source_sums import UPDATE_POINTS, SourceSums, SumSettings
 from istar.vectors.clouds import MIN_CLOUD_POINTS, Cloud, check_finite_rows
 
 CLOUDS = "points"
@@ -144,7 +143,11 @@ def measure_clouds(
         settings={**asdict(settings), "groups": num_groups, "source": source},
         matrices={},
         final_norm=None,
-        text_hashes={name: cloud_labels.digest for name, cloud_labels in labels.items() if cloud_labels.ids},
+        text_hashes={
+            name: cloud_labels.digest(in_order=settings.limit is not None)
+            for name, cloud_labels in labels.items()
+            if cloud_labels.ids
+        },
         groups={
             name: labels[name].num_independent or int(measures["points"])
             for name, measures in summary["sources"].items()
@@ -154,7 +157,7 @@ def measure_clouds(
         kind="points",
         **arrange_by_source({CLOUDS: summary}),
     )
-    digests = {cloud_labels.digest for cloud_labels in labels.values()}
+    digests = {cloud_labels.digest(in_order=True) for cloud_labels in labels.values()}
     if "" in digests or len(digests) > 1:
         return Collected(measurements)
     return Collected(measurements, join_examples({CLOUDS: summary["examples"]}, labels[clouds[0].name]))

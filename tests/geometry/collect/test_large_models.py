@@ -14,11 +14,11 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.finetune.execute import extras
 from istar.geometry.collect import measure
-from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder
+from istar.sums.layers import Layer
 from istar.texts.corpus import Source
 from tests.geometry.collect.test_stream import SENTENCES, TOKENIZER
 
@@ -154,5 +154,5 @@ def test_a_pass_that_runs_out_of_memory_says_what_to_lower(folder: Path, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(Layer, "update", run_out_of_memory)
-    with pytest.raises(UserError, match=r"does not fit into memory \(CUDA out of memory.*lower --batch-tokens"):
+    with pytest.raises(UserError, match=r"does not fit into memory \(CUDA out of memory.*lower batch_tokens"):
         measure_folder(folder, "none")
