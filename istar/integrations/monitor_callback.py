@@ -35,7 +35,8 @@ class MonitorCallback(MonitorOwner, TrainerCallback):
     With a probe, each evaluation also measures these batches, and adds the measures to its metrics as
     `eval_<state>_<measure>`, for example `eval_layer_6_isoscore_unbiased`, and as `eval_<measure>` their mean over the
     layers. `metric_for_best_model` can name one. Other callbacks that need one, such as `EarlyStoppingCallback`, must
-    be added after this one. An evaluation outside of `train` is measured, too.
+    be added after this one. A hyperparameter search needs `compute_objective`, because its default is the sum of all
+    metrics. An evaluation outside of `train` is measured, too.
 
     Args:
         trainer: the trainer that gets this callback.

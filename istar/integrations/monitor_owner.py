@@ -94,7 +94,8 @@ class MonitorOwner:
         """Return the batches of the probe. Those of the evaluation set are read without side effects on its loader."""
         if isinstance(self.probe, int):
             return islice(iterate_in_new_order(loader, seed=0), self.probe)
-        return self.probe or ()
+        assert self.probe is not None
+        return self.probe
 
     def name_values(self, reading: Reading, separator: str) -> dict[str, float]:
         """Return the measures of a reading by names such as `layer_6_inter_sim`, and their means over the layers."""

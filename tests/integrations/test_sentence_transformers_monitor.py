@@ -13,7 +13,7 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer import losses
 
-from istar.integrations.transformers import MonitorCallback
+from istar.integrations.sentence_transformers import MonitorCallback
 from tests.oracles import mean_pair_cosine
 
 WORDS = ["the", "film", "was", "good", "dog", "ran", "away", "from", "a", "river", "red", "seven"]
