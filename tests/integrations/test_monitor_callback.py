@@ -122,7 +122,9 @@ def test_the_reporters_get_all_values_and_the_log_history_and_the_screen_do_not(
                 expected = [(reading.step, reading.values[state][measure]) for reading in readings]
                 assert scalars == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
     assert not any("layer" in name for log in trainer.state.log_history for name in log)
-    lines = [line for line in capsys.readouterr().out.splitlines() if " over 3 states" in line]
+    printed = capsys.readouterr().out
+    assert "layer_1" not in printed
+    lines = [line for line in printed.splitlines() if " over 3 states" in line]
     numbers = [reading.values[state]["inter_sim"] for reading in monitor.readings[1:2] for state in STATES]
     assert lines[1].startswith("step 2: isoscore_unbiased ")
     assert f", inter_sim {min(numbers):.3g} to {max(numbers):.3g}, participation_ratio " in lines[1]
