@@ -40,6 +40,7 @@ FORKING_FILES = (
     "tests/integrations/test_transformers.py",
     "tests/finetune/training/test_processes.py",
     "tests/hidden_states/test_embedding_penalty.py",
+    "tests/hidden_states/test_sharding.py",
     "tests/geometry/collect/test_torchrun.py",
     "tests/measures/test_accumulator.py",
     "tests/hidden_states/test_penalties_in_processes.py",

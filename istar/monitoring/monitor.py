@@ -99,7 +99,8 @@ class Monitor:
         alarms: see `istar.Alarm`. The default ones warn of a collapse.
         optimizer: its steps are counted, so that nobody calls `step`.
         seed: seed of the random choice of points.
-        gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens.
+        gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens. It is
+            that of the loss as it is scaled for `backward`. Compiled models have none.
         dump: file (.safetensors) for the sampled points of the reading that sets off an alarm, for `istar.measure`.
         process_group: processes that are measured together; by default all.
 
@@ -143,12 +144,12 @@ class Monitor:
         self._gradients: dict[str, Tensor] | None = {} if gradients else None
         self._failure = ""
         self._sampler = self._make_sampler()
-        previous = _monitors.get(model)
+        self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
+        previous = _monitors.get(self._watcher.base_model)
         if previous is not None and not previous.is_closed:
             self._warn("the model had another Monitor, which is closed now; call close() on one that is not needed")
             previous.close()
-        self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
-        _monitors[model] = self
+        _monitors[self._watcher.base_model] = self
         self._optimizer_hook: Any = None
         if optimizer is not None:
             # accelerate and Lightning wrap the optimizer, and skip its steps while gradients accumulate.
