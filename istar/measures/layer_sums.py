@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import float_or_nan
-from istar.measures.accumulator import Accumulator, world_size
+from istar.measures.accumulator import Accumulator
 from istar.measures.cosine import AverageCosine
 from istar.measures.dimension_moments import DimensionMoments
 from istar.measures.isoscores import isoscore
@@ -15,15 +13,9 @@ from istar.measures.moments import Moments
 from istar.measures.norms import Norms
 from istar.measures.spectrum import effective_rank, singular_values
 
-TRAINING_MEASURES = (
-    *("isoscore", "inter_sim", "average_norm", "norm_ratio", "effective_rank", "participation_ratio"),
-    "mean_kurtosis",
-)
-"""Names of the measures, as in the table of all measures."""
-
 
 class LayerSums(Accumulator):
-    """Accumulates what the measures in `TRAINING_MEASURES` are computed from."""
+    """Accumulates what some measures of the table of all measures are computed from."""
 
     def __init__(self, dim: int, device: torch.device) -> None:
         self.moments, self.cosine = Moments(dim, device), AverageCosine(dim, device)
@@ -35,8 +27,9 @@ class LayerSums(Accumulator):
         for sums in (self.moments, self.cosine, self.dimensions, self.norms):
             sums.update(points)
 
-    def _get_functions(self) -> dict[str, Callable[[], float | Tensor]]:
-        return {
+    def compute(self, names: Sequence[str]) -> dict[str, float]:
+        """Return some measures by name."""
+        functions: dict[str, Callable[[], float | Tensor]] = {
             "isoscore": lambda: isoscore(self.moments),
             "inter_sim": self.cosine.compute,
             "average_norm": lambda: self.norms.compute().average,
@@ -45,23 +38,4 @@ class LayerSums(Accumulator):
             "participation_ratio": lambda: 1 + (self.moments.dim - 1) * isoscore(self.moments),
             "mean_kurtosis": lambda: self.dimensions.kurtosis().nanmean(),
         }
-
-    def compute(self, names: Sequence[str]) -> dict[str, float]:
-        """Return some measures by name."""
-        functions = self._get_functions()
         return {name: float(functions[name]()) for name in names}
-
-    def compute_defined(self, names: Sequence[str]) -> dict[str, float]:
-        """Return some measures by name; those that are not defined, for example after a divergence, are NaN."""
-        functions = self._get_functions()
-        return {name: float_or_nan(functions[name]) for name in names}
-
-
-def sum_all_points(sums: LayerSums | None, device: torch.device) -> LayerSums | None:
-    """Return the sums over the points of all processes; `sums` is None in a process without points."""
-    if world_size() > 1:
-        # A process without points needs the width to take part.
-        width = torch.tensor(0 if sums is None else sums.moments.dim, device=device)
-        dist.all_reduce(width, dist.ReduceOp.MAX)
-        sums = (sums or LayerSums(int(width), device)).all_reduce() if width > 0 else None
-    return sums

@@ -67,6 +67,8 @@ class Alarm:
         check_at_least(1, "readings", self.readings)
         if self.above is self.below is self.of_first is None:
             raise UserError(f"the alarm of {self.measure} has no bound; expected above=, below= or of_first=")
+        if not isinstance(self.states, str):
+            object.__setattr__(self, "states", tuple(self.states))  # a list has no hash
         if not callable(self.action):
             check_one_of("action", self.action, ("warn", "stop"))
 

@@ -190,7 +190,8 @@ class Monitor:
     def measure(self, batches: Iterable[Any]) -> Reading:
         """Measure the states on batches of a probe, in eval mode and without gradients; nothing changes for training.
 
-        At most `points` points of each state are measured. In several processes, all call it, each with its batches.
+        At most `points` points of each state are measured, the same ones at each step. In several processes, all call
+        it, each with its batches.
 
         Args:
             batches: mappings, which the model gets as keywords, or tuples, or tensors. Tensors move to the model's
@@ -303,7 +304,9 @@ class Monitor:
     def _make_sampler(self, is_probe: bool = False) -> PointSampler:
         num_processes = world_size(self._group)
         rank = dist.get_rank(self._group) if num_processes > 1 else 0
-        return PointSampler(math.ceil(self._points / num_processes), (self._seed, self.count, rank, is_probe))
+        # The same points of a probe at each step, so that only the model differs.
+        step = 0 if is_probe else self.count
+        return PointSampler(math.ceil(self._points / num_processes), (self._seed, step, rank, is_probe))
 
     def _receive(self, state: str, values: Tensor, arguments: PassArguments) -> None:
         if self._failure:
