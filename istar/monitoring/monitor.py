@@ -21,6 +21,7 @@ from istar.monitoring.alarms import DEFAULT_ALARMS, Alarm, Collapse
 from istar.monitoring.sampling import PointSampler
 from istar.monitoring.stacked_measures import SAMPLE_MEASURES, StateSample, measure_samples
 from istar.monitoring.watched_states import PassArguments, StateWatcher
+from istar.runs.names import GRADIENT_NORM, PROBE, TRAINING
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,10 +32,6 @@ DEFAULT_MEASURES = (
     "largest_activation",
 )
 """Measures of a monitor by default, by the names of the table of measures."""
-TRAINING, PROBE = "training", "probe"
-"""Sources of readings: the passes of the training, and batches given to `Monitor.measure`."""
-GRADIENT_NORM = "gradient_norm"
-"""Name of the column with the norm of the gradient with respect to a state."""
 MAX_PASSES = 1_000
 """Number of passes without a `step()` after which a reading is given up."""
 _MAX_DUMP_BYTES = 2**30
