@@ -96,7 +96,8 @@ class Alarm:
         bounds = [f"above {self.above:g}"] if self.above is not None else []
         bounds += [f"below {self.below:g}"] if self.below is not None else []
         if self.of_first is not None:
-            bounds.append(f"within {self.of_first:g} of its first distance from a collapse, at {first:.3g}")
+            quantity = f"with 1 - {self.measure} below" if self.measure in _COLLAPSED_VALUES else "below"
+            bounds.append(f"{quantity} {self.of_first:g} times its first value, {self._find_distance(first):.3g}")
         others = f", and so may {', '.join(states[1:])}" if len(states) > 1 else ""
         cause = _OTHER_CAUSES.get(self.measure)
         return (
