@@ -21,6 +21,7 @@ from istar.monitoring.alarms import DEFAULT_ALARMS, Alarm, Collapse
 from istar.monitoring.sampling import PointSampler
 from istar.monitoring.stacked_measures import SAMPLE_MEASURES, StateSample, measure_samples
 from istar.monitoring.watched_states import PassArguments, StateWatcher
+from istar.runs.names import GRADIENT_NORM, PROBE, TRAINING
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,10 +32,6 @@ DEFAULT_MEASURES = (
     "largest_activation",
 )
 """Measures of a monitor by default, by the names of the table of measures."""
-TRAINING, PROBE = "training", "probe"
-"""Sources of readings: the passes of the training, and batches given to `Monitor.measure`."""
-GRADIENT_NORM = "gradient_norm"
-"""Name of the column with the norm of the gradient with respect to a state."""
 MAX_PASSES = 1_000
 """Number of passes without a `step()` after which a reading is given up."""
 _MAX_DUMP_BYTES = 2**30
@@ -78,7 +75,7 @@ class Monitor:
     the same in all states, chosen at random among those that are not padding. Special tokens count. Passes without
     gradients, such as those of an evaluation, are not read. The measures are those of `istar.measure` on the same
     points. Their standard errors take the sequences as independent of each other, see
-    `istar.monitoring.stacked_measures.measure_samples`.
+    `istar.monitoring.stacked_measures.measure_samples`. A measure that goes wrong warns, and never stops the training.
 
     Between readings, a model in eager mode has no hooks. A model that is compiled has an operator in its graph, and
     must be called for the first time after the monitor is created. During a step that is read, the monitor holds up to
@@ -94,9 +91,11 @@ class Monitor:
         modules: names, patterns such as "blocks.*", or modules, whose outputs `(batch, d)` or `(batch, places, d)` are
             the states. By default, the states of `istar.measure`: `embeddings`, `layer_1` to `layer_L` before a final
             norm, and `final_norm`; and `pooled`, the embeddings of sentence-transformers.
-        measures: names from `istar.monitoring.stacked_measures.SAMPLE_MEASURES`. The effective rank takes as long as
-            all others together. With fewer than 10 d points it is several percent too small, and has no error.
-        alarms: see `istar.Alarm`. The default ones warn of a collapse.
+        measures: names of measures. The default ones are `isoscore_unbiased`, `inter_sim`, `participation_ratio`,
+            `average_norm`, `outlier_severity` and `largest_activation`; there are also `isoscore` and `effective_rank`.
+            The effective rank takes as long as all others together. With fewer than 10 d points it is several percent
+            too small, and has no error.
+        alarms: list of `istar.Alarm`. The default ones, `istar.monitoring.alarms.DEFAULT_ALARMS`, warn of a collapse.
         optimizer: its steps are counted, so that nobody calls `step`.
         seed: seed of the random choice of points.
         gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens. It is
@@ -109,7 +108,7 @@ class Monitor:
         readings: all readings, in their order.
 
     Raises:
-        UserError: if the states cannot be found, and for unknown measures or options.
+        UserError: if the states cannot be found, and for unknown measures, options or states of alarms.
     """
 
     def __init__(
@@ -127,6 +126,9 @@ class Monitor:
         dump: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        for name, value in (("modules", modules), ("measures", measures), ("alarms", alarms)):
+            if isinstance(value, str | Alarm):
+                raise UserError(f"{name} is a {type(value).__name__}; expected a list, even of one: {name}=[...]")
         check_at_least(1, "every", every)
         check_at_least(2, "points", points)
         for measure in measures:
@@ -145,6 +147,12 @@ class Monitor:
         self._failure = ""
         self._sampler = self._make_sampler()
         self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
+        try:
+            for alarm in self._alarms:
+                alarm.check_states(self.states)
+        except UserError:
+            self._watcher.close()
+            raise
         previous = _monitors.get(self._watcher.base_model)
         if previous is not None and not previous.is_closed:
             self._warn("the model had another Monitor, which is closed now; call close() on one that is not needed")
