@@ -421,10 +421,13 @@ def _record_outputs(base_model: Any, needs_states: bool) -> Iterator[list[Any]]:
             del base_model.forward
 
 
-def find_final_norm(base_model: nn.Module, model: nn.Module | None = None) -> nn.Module | None:
-    """Return the norm outside the layers that outputs the last hidden state, or None; see `run_trial`."""
-    # The norm is known by its output. transformers would keep hooks in a model that was asked for its hidden states.
-    trial = run_trial(base_model, base_model if model is None else model, needs_states=False)
+def find_final_norm(base_model: nn.Module, model: nn.Module, needs_states: bool = True) -> nn.Module | None:
+    """Return the norm outside the layers that outputs the last hidden state, or None; the arguments are `run_trial`'s.
+
+    Without `needs_states`, it is not checked that the model returns a state for each token and layer, and transformers
+    does not add its own hooks, which it keeps in models that were asked for their hidden states.
+    """
+    trial = run_trial(base_model, model, needs_states)
     return _find_norm(base_model, trial, lambda call: _are_equal(call.output, trial.last_state))
 
 

@@ -93,7 +93,7 @@ class StateWatcher:
             )
         self._receive, self._receive_gradient = receive, receive_gradient
         self._layers = layers
-        self._norm = find_final_norm(layers.base_model, model) if modules is None else None
+        self._norm = find_final_norm(layers.base_model, model, needs_states=False) if modules is None else None
         numbers = [number for number in layers.names if number <= layers.num_layers or self._norm is not None]
         self.base_model = find_wrapped(layers.base_model, ("torch.",)) or layers.base_model
         self._chain = _find_callers(model, self.base_model)
