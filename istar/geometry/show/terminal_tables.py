@@ -72,6 +72,8 @@ def choose_main_measures(measured: Measurements) -> dict[str, str]:
     """Return the headers of the main measures by name, first the number of points if states differ in it."""
     states = measured.all_texts.values()
     headers = {name: header for name, header in HEADERS.items() if any(name in values for values in states)}
+    if "isoscore" not in headers and "isoscore_unbiased" in headers:  # as in the file of a monitor
+        headers["isoscore_unbiased"] = find_measure("isoscore_unbiased").title
     if len({measures["points"] for measures in states}) > 1:
         headers = {"points": TEXTS["words"][measured.kind]["units"], **headers}
     return headers
