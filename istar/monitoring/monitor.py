@@ -189,7 +189,8 @@ class Monitor:
     def measure(self, batches: Iterable[Any]) -> Reading:
         """Measure the states on batches of a probe, in eval mode and without gradients; nothing changes for training.
 
-        At most `points` points of each state are measured. In several processes, all call it, each with its batches.
+        At most `points` points of each state are measured, of the same batches always the same ones. In several
+        processes, all call it, each with its batches.
 
         Args:
             batches: mappings, which the model gets as keywords, or tuples, or tensors. Tensors move to the model's
@@ -302,7 +303,8 @@ class Monitor:
     def _make_sampler(self, is_probe: bool = False) -> PointSampler:
         num_processes = world_size(self._group)
         rank = dist.get_rank(self._group) if num_processes > 1 else 0
-        return PointSampler(math.ceil(self._points / num_processes), (self._seed, self.count, rank, is_probe))
+        step = -1 if is_probe else self.count  # Probes of the same batches have the same choice at all steps.
+        return PointSampler(math.ceil(self._points / num_processes), (self._seed, step, rank))
 
     def _receive(self, state: str, values: Tensor, arguments: PassArguments) -> None:
         if self._failure:
