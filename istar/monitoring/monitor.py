@@ -21,6 +21,7 @@ from istar.monitoring.alarms import DEFAULT_ALARMS, Alarm, Collapse
 from istar.monitoring.sampling import PointSampler
 from istar.monitoring.stacked_measures import SAMPLE_MEASURES, StateSample, measure_samples
 from istar.monitoring.watched_states import PassArguments, StateWatcher
+from istar.runs.names import PROBE, TRAINING, reading_key
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,8 +32,6 @@ DEFAULT_MEASURES = (
     "largest_activation",
 )
 """Measures of a monitor by default, by the names of the table of measures."""
-TRAINING, PROBE = "training", "probe"
-"""Sources of readings: the passes of the training, and batches given to `Monitor.measure`."""
 GRADIENT_NORM = "gradient_norm"
 """Name of the column with the norm of the gradient with respect to a state."""
 MAX_PASSES = 1_000
@@ -59,9 +58,10 @@ class Reading(NamedTuple):
 
     def flatten(self) -> dict[str, float]:
         """Return the values by the keys of a log, such as `geometry/layer_1/inter_sim`."""
-        prefix = "geometry" if self.source == TRAINING else self.source
         return {
-            f"{prefix}/{state}/{name}": value for state, values in self.values.items() for name, value in values.items()
+            reading_key(self.source, state, name): value
+            for state, values in self.values.items()
+            for name, value in values.items()
         }
 
 
