@@ -39,11 +39,11 @@ from benchmarks.common import (
     time_in_rotation,
 )
 from istar.geometry.collect.pass_settings import MeasureSettings
-from istar.geometry.collect.source_sums import SourceSums
 from istar.geometry.collect.stream import Stream
 from istar.measures.numerics import keep_freed_memory
 from istar.models import tiny
 from istar.models.pretrained import get_dtype
+from istar.sums.source_sums import SourceSums
 from istar.texts.corpus import Blocks, Source, pad_batch, sorted_windows, split_into_batches
 
 PEER = "bare forward"

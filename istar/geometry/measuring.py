@@ -18,16 +18,17 @@ from istar.drawing.terminal import make_console
 from istar.errors import UserError, check_at_least, check_one_of, did_you_mean
 from istar.geometry.collect.batch_reader import BatchReader
 from istar.geometry.collect.item_labels import ByCloud, Labels, make_labels, make_labels_by_cloud
-from istar.geometry.collect.layers import MeasureSet
 from istar.geometry.collect.measure_batches import measure_batches
 from istar.geometry.collect.measure_clouds import measure_clouds
-from istar.geometry.collect.pass_settings import MeasureSettings, SpecialTokens, SumSettings
+from istar.geometry.collect.pass_settings import MeasureSettings, SpecialTokens
 from istar.geometry.collect.sentence_reader import SentenceReader, sort_sentences
 from istar.geometry.collect.state_rows import Channels
 from istar.geometry.collect.summaries import Collected
 from istar.geometry.geometry import Geometry
 from istar.hidden_states.model_modes import eval_mode
 from istar.models.saved_checkpoints import parse_models
+from istar.sums.layers import MeasureSet
+from istar.sums.source_sums import SumSettings
 from istar.vectors.vector_files import PointSource, is_vector_file, open_clouds
 
 if TYPE_CHECKING:

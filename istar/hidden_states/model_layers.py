@@ -7,6 +7,7 @@ return the outputs of all layers and then of the final norm, but no embeddings.
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -350,7 +351,10 @@ def _watch_call(
     with (
         preserve_rng_states(device), eval_mode(watched_model), uncompiled(),
         _record_calls(watched_model) as calls, _record_outputs(base_model, needs_states) as outputs,
+        warnings.catch_warnings(),
     ):  # fmt: skip
+        # Reentrant checkpoints say this, as the trial needs no gradients.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         call()
     if len(outputs) != 1:
         raise UserError(

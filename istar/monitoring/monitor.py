@@ -248,7 +248,7 @@ class Monitor:
         Raises:
             UserError: for an unknown measure, or if there is no reading.
         """
-        from istar.monitoring.trajectory import draw_trajectory
+        from istar.monitoring.readings_output import draw_trajectory
 
         return draw_trajectory(self.table, measures or self._measures)
 
@@ -258,7 +258,7 @@ class Monitor:
         Raises:
             UserError: if the file cannot be written.
         """
-        from istar.monitoring.trajectory import write_trajectory
+        from istar.monitoring.readings_output import write_trajectory
 
         write_trajectory(self.table, type(self._model).__name__, Path(path))
 
@@ -274,7 +274,7 @@ class Monitor:
         history = self._list_history()
         for length in range(1, len(history) + 1):
             self._fired.update(self._find_fired(history[:length]))
-        self._arm()
+        self._arm(keeps_hooks=True)
 
     def close(self) -> None:
         """Remove all hooks; `step` then does nothing. The readings stay."""
@@ -292,13 +292,13 @@ class Monitor:
     def _count_optimizer_step(self, *_: Any) -> None:
         self.step()
 
-    def _arm(self) -> None:
+    def _arm(self, keeps_hooks: bool = False) -> None:
         """Read the passes from now on if the next step is due."""
         self._is_due, self._failure = self.count % self.every == 0, ""
         self._sampler = self._make_sampler()
         if self._gradients is not None:
             self._gradients = {}
-        self._watcher.arm(self._is_due)
+        self._watcher.arm(self._is_due, keeps_hooks)
 
     def _make_sampler(self, is_probe: bool = False) -> PointSampler:
         num_processes = world_size(self._group)
@@ -334,7 +334,7 @@ class Monitor:
         except Exception as error:
             self._failure, samples = shorten(error) or type(error).__name__, {}
         if self._failure:
-            self._warn(f"the passes of step {self.count} were not read: {self._failure}")
+            self._warn(f"the passes of step {self.count} were not read: {self._failure}", self._failure)
         return samples
 
     def _make_reading(self, source: str, samples: Mapping[str, StateSample]) -> Reading | None:
@@ -346,14 +346,16 @@ class Monitor:
             if self._gradients is not None and source == TRAINING:
                 self._add_gradient_norms(values, device)
         except Exception as error:
-            self._warn(f"the reading of step {self.count} failed: {shorten(error) or type(error).__name__}")
+            reason = shorten(error) or type(error).__name__
+            self._warn(f"the reading of step {self.count} failed: {reason}", reason)
             return None
         if not values:
             if source == TRAINING and not self._failure:
                 self._warn(
                     f"nothing was read at step {self.count}: the model was not called with gradients since the last "
                     "step(); or it, or another model of its class, was compiled and called before the monitor was "
-                    "created; or it replays CUDA graphs"
+                    "created; or it replays CUDA graphs",
+                    "nothing was read",
                 )
             return None
         reading = Reading(self.count, source, values)
@@ -414,11 +416,11 @@ class Monitor:
             return False
         return True
 
-    def _warn(self, message: str) -> None:
-        """Warn on the first process, and only once of the same thing."""
-        if message not in self._said and (world_size(self._group) == 1 or dist.get_rank(self._group) == 0):
+    def _warn(self, message: str, reason: str = "") -> None:
+        """Warn on the first process, and only once for the same reason, which is by default the whole message."""
+        if (reason or message) not in self._said and (world_size(self._group) == 1 or dist.get_rank(self._group) == 0):
             warnings.warn(message, UserWarning, stacklevel=4)
-        self._said.add(message)
+        self._said.add(reason or message)
 
 
 def _call(model: nn.Module, batch: Any) -> None:

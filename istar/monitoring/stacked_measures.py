@@ -15,11 +15,11 @@ from torch import Tensor
 from istar.measures.accumulator import world_size
 from istar.measures.numerics import accumulation_dtype, full_precision, inverse_or_zero, is_rounding
 
-MEASURES_WITH_ERROR = (
+SAMPLE_MEASURES_WITH_ERROR = (
     *("isoscore_unbiased", "isoscore", "participation_ratio", "inter_sim", "average_norm", "outlier_severity"),
 )
 """Measures with a standard error, by the names of the table of measures."""
-SAMPLE_MEASURES = (*MEASURES_WITH_ERROR, "largest_activation", "effective_rank")
+SAMPLE_MEASURES = (*SAMPLE_MEASURES_WITH_ERROR, "largest_activation", "effective_rank")
 """Measures that can be computed from a sample."""
 _COVARIANCE_MEASURES = {"isoscore_unbiased", "isoscore", "participation_ratio", "effective_rank"}
 _MAX_STACK_BYTES = 2**28
@@ -96,7 +96,10 @@ def _find_maxima(
         for state in states
     ]
     # NaN would be lost in the maximum of some backends.
-    values = [torch.zeros((), device=device) if value is None else value.nan_to_num(nan=math.inf) for value in largest]
+    values = [
+        torch.zeros((), device=device) if value is None else torch.where(value.isfinite(), value, math.inf)
+        for value in largest
+    ]
     maxima = torch.cat([torch.tensor(widths, device=device, dtype=torch.float32), torch.stack(values)])
     if world_size(group) > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
@@ -133,7 +136,7 @@ def _measure_same_width(
     sums = OriginSums(*_sum_over_processes(packed, group))
     moments = center(sums)
     columns = {"points": sums.num_points[:, 0], **compute_values(sums, moments, names)}
-    with_error = [name for name in MEASURES_WITH_ERROR if name in names]
+    with_error = [name for name in SAMPLE_MEASURES_WITH_ERROR if name in names]
     squares = sums.num_points.new_zeros(len(states), len(with_error))
     num_groups = sums.num_points.new_zeros(len(states))
     for stack in stacks:
@@ -365,6 +368,7 @@ def compute_influences(
 
 
 def _sort_values(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """Return the values in the order of the columns of a table: numbers, measures, errors."""
+    """Return the values in the order of the columns of a table: numbers, measures, errors; NaN if not finite."""
     errors = [f"{name}_error" for name in names]
-    return {name: values[name] for name in ("points", "sequences", *names, *errors) if name in values}
+    known = {name: values[name] for name in ("points", "sequences", *names, *errors) if name in values}
+    return {name: value if math.isfinite(value) else math.nan for name, value in known.items()}

@@ -112,13 +112,16 @@ class StateWatcher:
         self._handles: list[Any] = []
         self._register()
 
-    def arm(self, is_due: bool) -> None:
-        """Read the passes from now on, or stop reading; in eager mode, register or remove the hooks."""
+    def arm(self, is_due: bool, keeps_hooks: bool = False) -> None:
+        """Read the passes from now on, or stop reading; in eager mode, register or remove the hooks.
+
+        With `keeps_hooks`, hooks stay until the next call, so that a model that is compiled after this one has them.
+        """
         self._end_pass()
         self.num_passes, self.failure, self.is_armed = 0, "", is_due
         if is_due and not self._handles:
             self._register()
-        elif not is_due and not self.is_compiled:
+        elif not (is_due or keeps_hooks or self.is_compiled):
             self.remove()
 
     @contextmanager

@@ -175,7 +175,7 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
 
 
 @dataclass
-class Reading:
+class ReadCounts:
     """How much of a text has been read, and how long it has taken."""
 
     documents: int = 0  # documents read; a limit of tokens may end the pass within the last one
@@ -186,7 +186,7 @@ class Reading:
     seconds: float = 0.0  # time from the first block to the last one
     forward_seconds: float = 0.0  # time of the model's forward passes alone, summed over all processes
 
-    def add(self, other: "Reading") -> None:
+    def add(self, other: "ReadCounts") -> None:
         """Add the counts and times of another text."""
         for field_name, amount in vars(other).items():
             setattr(self, field_name, getattr(self, field_name) + amount)
@@ -238,9 +238,9 @@ class Blocks:
         separator_id = find_separator_id(tokenizer)
         self._separator = [] if separator_id is None else [separator_id]
 
-    def __call__(self, texts: Iterable[str], reading: Reading | None = None) -> Iterator[Block]:
+    def __call__(self, texts: Iterable[str], reading: ReadCounts | None = None) -> Iterator[Block]:
         """Yield the blocks in document order, and add the documents read to `reading`."""
-        parts = self._tokenize_documents(texts, Reading() if reading is None else reading)
+        parts = self._tokenize_documents(texts, ReadCounts() if reading is None else reading)
         prefix_mask, suffix_mask = [True] * len(self._prefix), [True] * len(self._suffix)
         for piece in self._pack(parts) if self._documents == "packed" else self._cut(parts):
             yield piece._replace(
@@ -248,7 +248,7 @@ class Blocks:
                 is_special=[*prefix_mask, *piece.is_special, *suffix_mask],
             )
 
-    def _tokenize_documents(self, texts: Iterable[str], reading: Reading) -> Iterator[TextPart]:
+    def _tokenize_documents(self, texts: Iterable[str], reading: ReadCounts) -> Iterator[TextPart]:
         is_first = True
         for part in tokenize_parts(texts, self._tokenizer):
             reading.documents += is_first

@@ -10,10 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from istar.errors import UserError
-from istar.geometry.collect.grouped_moments import GroupedMoments
-from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.sample import Sample
 from istar.measures import (
     Accumulator,
     AverageCosine,
@@ -28,6 +24,10 @@ from istar.measures import (
     isoscore,
     point_groups,
 )
+from istar.sums.grouped_moments import GroupedMoments
+from istar.sums.layers import Layer, LayerSettings
+from istar.sums.rows import Rows
+from istar.sums.sample import Sample
 from tests.forks import compute_in_group
 
 DIM, LENGTH, NUM_GROUPS, VOCABULARY = 6, 5, 3, 9

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from istar.errors import UserError
-from istar.geometry.collect.layers import Layer, LayerSettings
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.sample import Sample
 from istar.measures import LayerNormSummary, find_measure
 from istar.measures.catalogue import FIGURES, MEASURES
 from istar.measures.matrix_forms import measure_matrix
+from istar.sums.layers import Layer, LayerSettings
+from istar.sums.rows import Rows
+from istar.sums.sample import Sample
 
 SHAPE = {"rows", "dimensions"}
 """Entries of a matrix that are no measures of it."""

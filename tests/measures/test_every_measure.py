@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from istar import measures
 from istar.errors import NonFiniteError, UserError
-from istar.geometry.collect.sample import Sample
 from istar.measures import numerics
 from istar.measures.matrix_forms import measure_forms, project_rows
 from istar.measures.norms import norm_parameters
 from istar.measures.point_groups import RowSums
 from istar.measures.spectrum import decompose_rows
+from istar.sums.sample import Sample
 
 POINTS = torch.randn(60, 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 NUMBERS = torch.arange(60) % 4

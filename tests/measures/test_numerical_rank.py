@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.rows import Rows
 from istar.measures import FourthMoments, Moments, effective_rank, rank_me, singular_values
+from istar.sums.layers import Layer, LayerSettings
+from istar.sums.rows import Rows
 from tests import oracles
 
 LINES = (

@@ -67,7 +67,7 @@ def test_a_long_document_is_tokenized_in_parts(
     make_tokenizer: MakeTokenizer, documents: corpus.Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["the dog", "the cat  sees\ta dog . " * 50, "", "a"]
-    expected_reading, reading = corpus.Reading(), corpus.Reading()
+    expected_reading, reading = corpus.ReadCounts(), corpus.ReadCounts()
     expected = list(Blocks(make_tokenizer(), 9, documents)(texts, expected_reading))
     monkeypatch.setattr(tokenizing, "_TOKENIZER_CHARACTERS", 100)
     blocks = Blocks(make_tokenizer(), 9, documents)(texts, reading)
@@ -92,7 +92,7 @@ def test_the_parts_of_a_text_are_cut_before_white_space(monkeypatch: pytest.Monk
 def test_documents_are_counted_as_they_are_read(documents: corpus.Documents) -> None:
     """The tokenizer reads all texts at once, but a document is counted only when its first block is returned."""
     texts = ["the cat", "a dög", "does the dog see a cat ?", "the dog\nthe cat"]
-    reading = corpus.Reading()
+    reading = corpus.ReadCounts()
     for block in Blocks(bert(), 512, documents)(texts, reading):
         num_documents_read = block.document_index + 1 if documents == "separate" else 4
         assert (reading.documents, reading.characters) == (
@@ -101,7 +101,7 @@ def test_documents_are_counted_as_they_are_read(documents: corpus.Documents) -> 
         )
     # The letter ö has two bytes.
     assert reading.bytes == sum(map(len, texts)) + 1
-    total = corpus.Reading(documents=1, seconds=0.5)
+    total = corpus.ReadCounts(documents=1, seconds=0.5)
     total.add(reading)
     assert (total.documents, total.characters, total.seconds) == (5, reading.characters, 0.5)
     assert reading.sentences == 5

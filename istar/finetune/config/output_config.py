@@ -85,8 +85,8 @@ class RunConfig:
     isotropy_zeta: float | None = 0.2
     """Also write IsoScore* of each layer and of all layers on the validation set to `geometry.json`, with this zeta in
     [0, 1]. The default is the zeta of the paper's Figures 3 and 6. Sigma_S is computed from 250,000 points
-    (tokens x layers) of the training data, or all if there are fewer. The scores take one more pass over these points
-    and over the validation set. With None, `geometry=false` or `trainer.fast_dev_run`, they are not written."""
+    (tokens x layers) of the training data, or all if there are fewer, in one more pass. With None, `geometry=false` or
+    `trainer.fast_dev_run`, the scores are not written."""
 
     def __post_init__(self) -> None:
         if self.isotropy_zeta is not None and not 0 <= self.isotropy_zeta <= 1:

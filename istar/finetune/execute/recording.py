@@ -16,11 +16,7 @@ from istar.finetune.execute.run_summary import build_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
 from istar.finetune.training.checkpoints import remove_old_checkpoints
-from istar.finetune.training.final_geometry import (
-    EvaluationPasses,
-    compute_isoscore_star_by_layer,
-    measure_validation_geometry,
-)
+from istar.finetune.training.final_geometry import EvaluationPasses, measure_validation_geometry
 from istar.finetune.training.loggers import log_result
 from istar.finetune.training.module import all_gather_object, merge_outputs
 from istar.finetune.training.sharded_training import gather_weights
@@ -110,14 +106,10 @@ def _write_geometry(job: Job) -> None:
     if not (job.trainer.is_global_zero or is_sharded_module(job.module.model)):
         return
     config, data_module = job.identity.config, job.data_module
-    validation = data_module.validation[0]
+    zeta = None if config.trainer.fast_dev_run else config.run.isotropy_zeta
     job.tracks.progress.show("measuring")
     passes = EvaluationPasses(job.trainer, job.module, data_module.collate, config.data.eval_batch_size)
-    geometry = measure_validation_geometry(passes, validation)
-    if config.run.isotropy_zeta is not None and not config.trainer.fast_dev_run:
-        geometry["isoscore_star"] = compute_isoscore_star_by_layer(
-            passes, validation, data_module.train, config.run.isotropy_zeta, config.seed
-        )
+    geometry = measure_validation_geometry(passes, data_module.validation[0], data_module.train, zeta, config.seed)
     if job.trainer.is_global_zero:
         write_text(job.identity.folder / GEOMETRY, json.dumps(geometry) + "\n")
 

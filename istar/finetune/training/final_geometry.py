@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning as L
@@ -17,13 +18,16 @@ from istar.finetune.training.module import FineTuner, token_mask
 from istar.hidden_states.model_modes import eval_mode
 from istar.hidden_states.sharding import is_sharded_module
 from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
-from istar.measures import Moments, isoscore_star, two_nn
+from istar.measures import FourthMoments, Moments, isoscore_star, two_nn
+from istar.measures.numerics import mean_row
 from istar.models.architectures import is_decoder
+from istar.sums.rows import Rows
+from istar.sums.sample import Sample
+from istar.sums.source_sums import SourceSums, SumSettings
 
 T = TypeVar("T")
-Sums = TypeVar("Sums", bound=Any)
 MAX_TWO_NN_EXAMPLES = 1_000
-"""Maximum number of validation rows with states that are kept for TwoNN, which compares each with all others."""
+"""Maximum number of texts for TwoNN, which compares each with all others."""
 
 
 @dataclass(frozen=True)
@@ -58,76 +62,86 @@ class EvaluationPasses:
             if not is_sharded:
                 module.to(previous_device)
 
-    def sum_layers(self, rows: TokenizedRows, order: Sequence[int], sums_class: type[Sums]) -> dict[str, Sums]:
-        """Return the sums over the tokens of rows in an order, by layer."""
-        sums: dict[str, Sums] = {}
-        for _, states_by_layer, mask in self.iterate(rows, order):
-            add_layers(sums, states_by_layer, mask, sums_class)
-        return sums
-
-
-def add_layers(sums: dict[str, Sums], states_by_layer: Mapping[str, Tensor], mask: Tensor, sums_class: Any) -> None:
-    """Add the tokens of a batch to the sums of each layer, which are created if they are missing."""
-    for layer, states in states_by_layer.items():
-        if layer not in sums:
-            sums[layer] = sums_class(states.shape[-1], states.device)
-        sums[layer].update(states, mask)
-
 
 def list_layers(by_layer: Mapping[str, T]) -> list[T]:
     """Return the values of layers 0 (the embeddings) to L, without the state after the final norm."""
     return [value for layer, value in by_layer.items() if layer.isdigit()]
 
 
-def measure_validation_geometry(passes: EvaluationPasses, rows: TokenizedRows) -> dict[str, Any]:
-    """Measure mean activation and intrinsic dimension of the hidden states of a validation set.
+def measure_validation_geometry(
+    passes: EvaluationPasses, validation: TokenizedRows, train: TokenizedRows, zeta: float | None, seed: int
+) -> dict[str, Any]:
+    r"""Measure mean activation, intrinsic dimension and IsoScore\* of the hidden states of a validation set.
 
-    Statistics are float32 or wider. The model and the global random state do not change.
+    This takes one pass over the validation rows, and with `zeta` another one over a sample of training rows. The sample
+    has `NUM_POINTS` points or few more, counted over layers 1 to L together, or all if there are fewer. The model and
+    the global random state do not change.
+
+    Args:
+        zeta: weight of Sigma_S in [0, 1]; None leaves out IsoScore\*.
+        seed: seed of the sample of texts for TwoNN, and of the sample of training rows.
 
     Returns:
         A dictionary with the numbers of `examples` and of `tokens` without padding; `mean_activation`, the mean of the
-        last layer's states over the tokens, d numbers; and `two_nn`, the TwoNN intrinsic dimension of each layer,
-        starting with the embedding output, on the first `MAX_TWO_NN_EXAMPLES` examples, or None if there are too few
-        states or all are equal. Each distinct text is one point: the state of the first token ([CLS]) of an encoder, or
-        of the last token of a decoder, which alone has seen the whole text. In the first layers of a decoder, the
-        states of texts that end in the same token are nearly equal, and the dimension describes how such copies differ.
+        last layer's states over the tokens, d numbers; `two_nn`, the TwoNN intrinsic dimension of each layer, starting
+        with the embedding output, on the sample of `sum_states` with at most `MAX_TWO_NN_EXAMPLES` texts, or None if it
+        has too few texts or all their states are equal; and with `zeta`, `isoscore_star`, the result of
+        `compute_isoscore_star`. In the first layers of a decoder, the states of texts that end in the same token are
+        nearly equal, and the dimension describes how such copies differ.
 
     Raises a `NonFiniteError` if hidden states are not finite.
     """
-    config = passes.module.model.config
-    moments = Moments(config.hidden_size, passes.trainer.strategy.root_device)
-    order = sort_longest_first(rows)
-    two_nn_order = [row_index for row_index in order if row_index < MAX_TWO_NN_EXAMPLES]
-    two_nn_states_of_batches: list[tuple[Tensor, ...]] = []
-    for row_indices, states_by_layer, mask in passes.iterate(rows, order):
-        layers = list_layers(states_by_layer)
-        moments.update(layers[-1], mask)
-        # Indices of TwoNN's examples within the batch, and the token position of each.
-        batch_indices = (row_indices < MAX_TWO_NN_EXAMPLES).nonzero().squeeze(1).to(mask.device)
-        positions = find_summary_positions(config, mask)[batch_indices]
-        two_nn_states_of_batches.append(tuple(states[batch_indices, positions].cpu() for states in layers))
-    # TwoNN needs distinct points: the states of equal texts in different batches differ by rounding only.
-    index_by_text = {rows[row_index]["input_ids"].tobytes(): index for index, row_index in enumerate(two_nn_order)}
-    distinct_indices = list(index_by_text.values())
-    return {
+    order = sort_longest_first(validation)
+    layers, texts = sum_states(passes, validation, order, MAX_TWO_NN_EXAMPLES, seed)
+    geometry = {
         "examples": len(order),
-        "tokens": int(moments.count),
-        "mean_activation": moments.mean.tolist(),
+        "tokens": int(layers[-1].count),
+        "mean_activation": layers[-1].mean.tolist(),
         "two_nn": [
-            _estimate_dimension(torch.cat(states_of_layer)[distinct_indices])
-            for states_of_layer in zip(*two_nn_states_of_batches, strict=True)
+            None if texts.is_constant(layer) else call_or_none(partial(two_nn, texts.get_points(layer)))
+            for layer in texts.states
         ],
     }
+    if zeta is not None:
+        training_order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+        num_tokens = math.ceil(NUM_POINTS / (len(layers) - 1))
+        training_layers, _ = sum_states(passes, train, select_rows_with_tokens(train, training_order, num_tokens))
+        geometry["isoscore_star"] = compute_isoscore_star(layers, training_layers, zeta)
+    return geometry
 
 
-def compute_isoscore_star_by_layer(
-    passes: EvaluationPasses,
-    validation: TokenizedRows,
-    train: TokenizedRows,
-    zeta: float,
-    seed: int,
-    num_points: int = NUM_POINTS,
-) -> dict[str, Any]:
+def sum_states(
+    passes: EvaluationPasses, rows: TokenizedRows, order: Sequence[int], num_texts: int = 0, seed: int = 0
+) -> tuple[list[FourthMoments], Sample]:
+    """Sum the hidden states of rows in an order, and sample the texts of the rows.
+
+    Returns:
+        The moments of the states of all tokens by layer, starting with the embedding output; and a sample of at most
+        `num_texts` distinct texts. A text has one state by layer: that of the first token ([CLS]) of an encoder, or of
+        the last token of a decoder, which alone has seen the whole text. Equal texts are one point, because their
+        states in different batches differ by rounding only.
+    """
+    sums: SourceSums | None = None
+    for row_indices, states_by_layer, mask in passes.iterate(rows, order):
+        layers = {layer: states for layer, states in states_by_layer.items() if layer.isdigit()}
+        token_indices = mask.flatten().nonzero().squeeze(1)
+        tokens = {layer: states.flatten(0, 1)[token_indices] for layer, states in layers.items()}
+        if sums is None:
+            origins = {layer: mean_row(points) for layer, points in tokens.items()}
+            sums = SourceSums(SumSettings(groups=0, sample=0), origins, has_positions=False)
+            texts = Sample({layer: origin.device for layer, origin in origins.items()}, num_texts, seed)
+        sums.update(tokens, Rows.of(torch.zeros(len(token_indices), dtype=torch.int64, device="cpu")), [], [])
+        if num_texts:
+            text_hashes = [hash(rows[index]["input_ids"].tobytes()) for index in row_indices.tolist()]
+            batch_indices = torch.arange(len(mask), device=mask.device)
+            positions = find_summary_positions(passes.module.model.config, mask)
+            text_states = {layer: states[batch_indices, positions] for layer, states in layers.items()}
+            texts.update(row_indices.tolist(), [1] * len(mask), torch.tensor(text_hashes, device="cpu"), text_states)
+    assert sums is not None
+    return [layer_sums.moments for layer_sums in sums.layers.values()], texts
+
+
+def compute_isoscore_star(layers: Sequence[Moments], training_layers: Sequence[Moments], zeta: float) -> dict[str, Any]:
     r"""Compute IsoScore\* of each layer and their union, as in Figures 3 and 6 of *Stable Anisotropic Regularization*.
 
     The score is the IsoScore of :math:`(1 - \zeta) \operatorname{Cov}(X) + \zeta \Sigma_S` (Algorithm 1 of the paper).
@@ -135,38 +149,21 @@ def compute_isoscore_star_by_layer(
     covariance Sigma_S is computed from the same layers on training rows. For a single layer, both come from this layer
     on the same rows; the paper does not say which Sigma_S its Figure 6 uses. Padding does not count.
 
-    Args:
-        zeta: weight of Sigma_S in [0, 1].
-        seed: seed of the sample of training rows.
-        num_points: minimum number of points for Sigma_S, counted over the union; all rows are used if they have fewer.
-
     Returns:
         A dictionary with `zeta`; `num_points`, the number of points in Sigma_S of the union; `union`, the score of
         layers 1 to L together; and `layers`, the score of each layer by its number as a string (0 is the embedding
         output). Scores are in [0, 1]; None for states that are all equal.
-
-    Raises a `NonFiniteError` if hidden states are not finite.
     """
-
-    def accumulate(rows: TokenizedRows, order: Sequence[int]) -> list[Moments]:
-        """Return the moments of layers 1 to L together, and of each layer from the embedding output on."""
-        layers = list_layers(passes.sum_layers(rows, order, Moments))
-        return [unite_layers(layers), *layers]
-
-    union_and_layers = accumulate(validation, sort_longest_first(validation))
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    num_tokens = math.ceil(num_points / (len(union_and_layers) - 2))
-    training_moments = accumulate(train, select_rows_with_tokens(train, order, num_tokens))
 
     def compute_score(moments: Moments, shrinkage_moments: Moments) -> float | None:
         return call_or_none(lambda: isoscore_star(moments, to_covariance(shrinkage_moments), zeta))
 
-    union_score, *layer_scores = map(compute_score, union_and_layers, training_moments)
+    union, training_union = unite_layers(layers), unite_layers(training_layers)
     return {
         "zeta": zeta,
-        "num_points": int(training_moments[0].count),
-        "union": union_score,
-        "layers": {str(layer): score for layer, score in enumerate(layer_scores)},
+        "num_points": int(training_union.count),
+        "union": compute_score(union, training_union),
+        "layers": {str(layer): score for layer, score in enumerate(map(compute_score, layers, training_layers))},
     }
 
 
@@ -175,7 +172,7 @@ def unite_layers(layers: Sequence[Moments]) -> Moments:
 
     Raises a `UserError` if the layers have different widths.
     """
-    union = Moments(layers[0].dim, layers[0].scatter.device)
+    union = type(layers[0])(layers[0].dim, layers[0].scatter.device)
     for moments in layers[1:]:
         union.merge(moments)
     return union
@@ -189,15 +186,6 @@ def find_summary_positions(config: PretrainedConfig, mask: Tensor) -> Tensor:
     if is_decoder(config):
         return mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
     return mask.long().argmax(1)
-
-
-def _estimate_dimension(states: Tensor) -> float | None:
-    mean = states.double().mean(0)
-    spread = (states.double() - mean).norm(dim=1).max()
-    # States that differ by at most four rounding errors count as equal, as do the embedding outputs of [CLS].
-    if spread <= 4 * torch.finfo(states.dtype).eps * mean.norm():
-        return None
-    return call_or_none(lambda: two_nn(states))
 
 
 def call_or_none(measure: Callable[[], float | Tensor]) -> float | None:

@@ -19,7 +19,7 @@ from istar.finetune.training.module import Batch, FineTuner, inputs_without_labe
 from istar.hidden_states.sharding import is_sharded_module
 from istar.monitoring.alarms import DEFAULT_ALARMS, Alarm, Collapse
 from istar.monitoring.monitor import DEFAULT_MEASURES, Monitor, Reading
-from istar.monitoring.trajectory import draw_trajectory
+from istar.monitoring.readings_output import draw_trajectory
 from istar.runs.names import PROBE
 
 _SAMPLE_SEED = 0

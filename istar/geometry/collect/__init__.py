@@ -1,1 +1,1 @@
-"""From texts, batches or points to measures: the passes over a source, and the sums of its states."""
+"""From texts, batches or points to measures: the passes over a source."""

@@ -16,12 +16,11 @@ from istar.geometry.collect.batch_reader import BatchReader, Places
 from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.matrices import measure_final_norm
 from istar.geometry.collect.measures_file import Measurements, arrange_by_source, describe_model
-from istar.geometry.collect.pass_settings import SumSettings
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures.numerics import accumulation_dtype
 from istar.runs.names import FINAL_NORM
+from istar.sums.rows import Rows
+from istar.sums.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums, SumSettings
 from istar.vectors.clouds import MIN_CLOUD_POINTS
 
 BATCHES = "batches"

@@ -15,12 +15,11 @@ from istar.drawing.terminal import make_progress
 from istar.errors import NonFiniteError, UserError, shorten
 from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.measures_file import SOURCE_FIELDS, Measurements, arrange_by_source, describe_model
-from istar.geometry.collect.pass_settings import SumSettings
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import UPDATE_POINTS, SourceSums
 from istar.geometry.collect.summaries import Collected, join_examples, summarize_source
 from istar.measures import alignment
 from istar.measures.numerics import accumulation_dtype
+from istar.sums.rows import Rows
+from istar.sums.source_sums import UPDATE_POINTS, SourceSums, SumSettings
 from istar.vectors.clouds import MIN_CLOUD_POINTS, Cloud, check_finite_rows
 
 CLOUDS = "points"

@@ -21,12 +21,12 @@ from istar.files.writing import atomic_write
 from istar.geometry.collect.item_labels import Labels
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.pass_settings import MeasureSettings
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
 from istar.measures.numerics import accumulation_dtype, check_finite
 from istar.models.archives import load_archive
 from istar.runs.names import COMBINED
-from istar.texts.corpus import Block, Blocks, Reading, Source, sorted_windows, split_into_batches
+from istar.sums.rows import Rows
+from istar.sums.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
+from istar.texts.corpus import Block, Blocks, ReadCounts, Source, sorted_windows, split_into_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ class Stream:
         self._sees_padding = self.taps.sees_padding()
         self._blocks = Blocks(tokenizer, settings.length, settings.documents)
         self._origins: dict[str, Tensor] = {}
-        self.readings: dict[str, Reading] = {}
+        self.readings: dict[str, ReadCounts] = {}
         self.earlier_seconds = 0.0
 
     def __call__(
@@ -122,7 +122,7 @@ class Stream:
                 del statistics
         if combined is not None and len(sources) > 1:
             results[COMBINED] = summarize(combined)
-            combined_reading = Reading()
+            combined_reading = ReadCounts()
             for reading in self.readings.values():
                 combined_reading.add(reading)
             self.readings[COMBINED] = combined_reading
@@ -134,7 +134,7 @@ class Stream:
         Each rank reads its share of the blocks and saves its state every few minutes. At the end, rank 0 merges all.
         """
         statistics, num_blocks_done, num_tokens_done = self._create_statistics(), 0, 0
-        reading = self.readings[source.name] = Reading()
+        reading = self.readings[source.name] = ReadCounts()
         earlier_seconds, self.taps.forward_seconds = 0.0, 0.0
         path = self._find_state_path(source_index, self._rank)
         if (saved_state := self._load_state(path)) is not None:
@@ -192,7 +192,7 @@ class Stream:
         return statistics
 
     def _iterate_rank_batches(
-        self, source: Source, first_position: int, reading: Reading
+        self, source: Source, first_position: int, reading: ReadCounts
     ) -> Iterator[list["_NumberedBlock"]]:
         """Yield this rank's batches of a source from a position on; a batch of an earlier call may have ended there."""
         start = 0
@@ -211,7 +211,7 @@ class Stream:
             blocks, block_length, self.taps.device, self.settings.batch_tokens, has_padding=not self._sees_padding
         )
 
-    def _read_limited_blocks(self, source: Source, reading: Reading) -> Iterator[Block]:
+    def _read_limited_blocks(self, source: Source, reading: ReadCounts) -> Iterator[Block]:
         """Yield the blocks of a source in order, up to the limit of tokens, and count in `reading` what is read."""
         documents = source.read_documents(self.settings.shuffle_buffer, self.settings.seed)
         for block in self._blocks(documents, reading):
@@ -268,7 +268,7 @@ class Stream:
         """
         num_tokens, sum_by_tap = 0, dict.fromkeys(self.taps.names, torch.zeros((), device="cpu"))
         for source in sources:
-            first_blocks = itertools.islice(self._read_limited_blocks(source, Reading()), ORIGIN_BLOCKS)
+            first_blocks = itertools.islice(self._read_limited_blocks(source, ReadCounts()), ORIGIN_BLOCKS)
             for blocks in self._split_into_batches(first_blocks, lambda block: len(block.tokens)):
                 inputs, is_included = self.taps.make_inputs(blocks)
                 rows = torch.arange(int(is_included.sum()), device="cpu")

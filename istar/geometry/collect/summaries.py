@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from istar.geometry.collect.item_labels import Labels
-from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.mean_states import Examples
 from istar.geometry.collect.measures_file import Measurements
-from istar.geometry.collect.source_sums import SourceSums
 from istar.measures import MassiveActivationsSummary
 from istar.measures.matrix_forms import round_digits
+from istar.sums.layers import Layer
+from istar.sums.source_sums import SourceSums
 
 NameToken = Callable[[int], str]
 """Returns the text of a token by its id."""

@@ -11,16 +11,17 @@ import torch
 from istar.errors import UserError
 from istar.finetune.execute.run import run
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training.final_geometry import EvaluationPasses, compute_isoscore_star_by_layer
+from istar.finetune.training import final_geometry
+from istar.finetune.training.final_geometry import EvaluationPasses, measure_validation_geometry
 from tests.finetune.training.conftest import stack_states_by_example
 from tests.finetune.training.test_final_geometry import find_run_folder
 from tests.oracles import algorithm_1
 
 
-def measure(setting, harness, module, batch_size=16, zeta=0.2, seed=3, num_points=10**9, **settings):
-    validation, train = FeatureRows(setting.validation), FeatureRows(setting.train)
-    passes = EvaluationPasses(harness.trainer(**settings), module, setting.collate, batch_size)
-    return compute_isoscore_star_by_layer(passes, validation, train, zeta, seed, num_points)
+def measure(setting, harness, module, batch_size=16, train=None, zeta=0.2, seed=3):
+    validation, train = FeatureRows(setting.validation), FeatureRows(setting.train if train is None else train)
+    passes = EvaluationPasses(harness.trainer(), module, setting.collate, batch_size)
+    return measure_validation_geometry(passes, validation, train, zeta, seed)["isoscore_star"]
 
 
 def compute_points_by_layer(setting, module, rows) -> dict[str, np.ndarray]:
@@ -40,13 +41,7 @@ def test_sigma_is_of_the_union_and_of_the_layer(setting, harness):
     training_rows = setting.train.select(range(30))
     validation_points = compute_points_by_layer(setting, module, setting.validation)
     training_points = compute_points_by_layer(setting, module, training_rows)
-    isoscore_star = compute_isoscore_star_by_layer(
-        EvaluationPasses(harness.trainer(), module, setting.collate, 7),
-        FeatureRows(setting.validation),
-        FeatureRows(training_rows),
-        zeta,
-        seed=0,
-    )
+    isoscore_star = measure(setting, harness, module, 7, training_rows, zeta)
     assert isoscore_star["zeta"] == zeta
     assert isoscore_star["num_points"] == len(training_points["union"])
     assert list(isoscore_star["layers"]) == ["0", "1", "2"]
@@ -70,13 +65,28 @@ def test_a_layer_without_variance_has_no_score_and_the_others_stay(setting, harn
     assert 0 < isoscore_star["union"] < 1
 
 
-def test_sigma_has_the_points_of_a_random_sample(setting, harness):
+def test_each_row_is_read_once(setting, harness, monkeypatch):
+    module = setting.module()
+    original, row_ids = module.hidden_states, []
+
+    def record_rows(batch):
+        row_ids.extend(batch["feature_id"].tolist())
+        return original(batch)
+
+    monkeypatch.setattr(module, "hidden_states", record_rows)
+    measure(setting, harness, module)
+    assert sorted(row_ids[:40]) == list(range(40))
+    assert sorted(row_ids[40:]) == list(range(len(setting.train)))
+
+
+def test_sigma_has_the_points_of_a_random_sample(setting, harness, monkeypatch):
     module, longest = setting.module(), max(setting.train["length"])
-    sampled = measure(setting, harness, module, num_points=2_000)
-    assert 2_000 <= sampled["num_points"] < 2_000 + 2 * longest
-    assert measure(setting, harness, module, num_points=2_000) == sampled
-    assert measure(setting, harness, module, num_points=2_000, seed=4)["union"] != sampled["union"]
     assert measure(setting, harness, module)["num_points"] == 2 * sum(setting.train["length"])
+    monkeypatch.setattr(final_geometry, "NUM_POINTS", 2_000)
+    sampled = measure(setting, harness, module)
+    assert 2_000 <= sampled["num_points"] < 2_000 + 2 * longest
+    assert measure(setting, harness, module) == sampled
+    assert measure(setting, harness, module, seed=4)["union"] != sampled["union"]
 
 
 def read_geometry(config: Any) -> dict[str, Any]:

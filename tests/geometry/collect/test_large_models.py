@@ -14,11 +14,11 @@ from istar.cli.main import main
 from istar.errors import UserError
 from istar.finetune.execute import extras
 from istar.geometry.collect import measure
-from istar.geometry.collect.layers import Layer
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder
+from istar.sums.layers import Layer
 from istar.texts.corpus import Source
 from tests.geometry.collect.test_stream import SENTENCES, TOKENIZER
 

@@ -19,12 +19,13 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from istar.errors import NonFiniteError, UserError
-from istar.geometry.collect import pass_settings, stream
+from istar.geometry.collect import stream
 from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.pass_settings import MeasureSettings
-from istar.geometry.collect.source_sums import SourceSums
 from istar.geometry.collect.stream import Stream
 from istar.models import tiny
+from istar.sums import source_sums
+from istar.sums.source_sums import SourceSums
 from istar.texts import corpus, demo
 from istar.texts.corpus import Block, Source
 from tests import oracles
@@ -497,7 +498,7 @@ def test_errors_are_from_groups_of_documents(source: Source) -> None:
 def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     required_bytes = 10 * 3 * 24**2 * 12
     for limit, is_warned in ((required_bytes, False), (required_bytes - 1, True)):
-        monkeypatch.setattr(pass_settings, "MAX_GROUP_BYTES", limit)
+        monkeypatch.setattr(source_sums, "MAX_GROUP_BYTES", limit)
         console = Console(file=io.StringIO(), width=80)
         measures_by_tap = Stream(bert(), TOKENIZER, MeasureSettings(16, sample=0))(
             [source], SourceSums.compute_measures, console

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from istar.geometry.collect.rows import Rows
 from istar.measures import Accumulator, FourthMoments
 from istar.measures.numerics import block_length, zero_vector
+from istar.sums.rows import Rows
 
 MAX_RECENT_POINTS = 2_048
 """Number of points to sum in their dtype before their scatter matrix is added to the accumulated one."""

@@ -1,24 +1,64 @@
-"""What a pass over a source accumulates for all states."""
+"""What a pass over a source accumulates for all states, and its settings."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from istar.geometry.collect.layers import Layer
-from istar.geometry.collect.pass_settings import SumSettings
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.sample import Sample
 from istar.measures import Accumulator, NeighbourMeasures, ScaleDimension
+from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.measures.numerics import check_finite
 from istar.measures.point_groups import RowsByGroup
+from istar.sums.layers import Layer, LayerSettings, MeasureSet
+from istar.sums.rows import Rows
+from istar.sums.sample import Sample
 
 UPDATE_POINTS = 8_192
 """Maximum number of points to add to the sums at once, unless a batch has more. Adding many at once takes less time per
 point, but a model on a CPU is faster with small batches."""
 UPDATE_BYTES = 2**28
 """Maximum bytes, in float32, of all states of the points that are added at once, unless a batch has more."""
+MAX_GROUP_BYTES = 2**30
+"""Maximum bytes of the scatter matrices of all groups and layers; above it, covariance measures get no error."""
+_BYTES_OF_SCATTER = 8 + 4
+"""Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumSettings:
+    """Settings of the sums over any source."""
+
+    measures: MeasureSet = "basic"  # `all` adds the measures that take the most time
+    # Number of groups of examples for standard errors; 0 computes none. Example i, counted from 0, is in group
+    # i mod `groups`.
+    groups: int = 10
+    sample: int = 5_000  # maximum number of points for measures of pairs; 0 leaves these measures out
+    seed: int = 0  # seed of the sample
+    # Most tokens of a text, rows of a cloud or of a state that are read, or few more, as batches are read whole. None
+    # reads all.
+    limit: int | None = None
+
+    def make_layer_settings(self, dims: Iterable[int], has_positions: bool = True) -> LayerSettings:
+        """Return the settings of the accumulators of states of the given widths."""
+        scatter_bytes = self.groups * sum(dim**2 for dim in dims) * _BYTES_OF_SCATTER
+        return LayerSettings(
+            measures=self.measures,
+            num_groups=self.groups,
+            scatter_by_group=scatter_bytes <= MAX_GROUP_BYTES,
+            has_positions=has_positions,
+        )
+
+    def describe_missing_errors(self, dims: Iterable[int]) -> str | None:
+        """Return which measures of states of these widths get no standard errors, and why; None if all get them."""
+        if self.make_layer_settings(dims).scatter_by_group:
+            return None
+        names = ", ".join(name for name, needs in MEASURES_WITH_ERROR.items() if needs == "covariance")
+        return (
+            f"{names} get no standard errors, because the sums of {self.groups} groups would take more than "
+            f"{MAX_GROUP_BYTES / 2**30:g} GiB; choose fewer --groups"
+        )
 
 
 class ExampleSums(Accumulator):

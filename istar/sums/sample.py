@@ -23,6 +23,7 @@ from istar.measures import (
     two_nn_with_error,
     uniformity,
 )
+from istar.measures.numerics import accumulation_dtype, is_rounding
 
 GRIDE_POINTS = 2_000
 """Maximum number of points for Gride. It computes all distances between them, and more would take minutes per layer."""
@@ -62,6 +63,12 @@ class Sample(Accumulator):
     def get_points(self, tap: str) -> Tensor:
         """Return the hidden states of the sampled tokens at a tap, `(n, d)`, by ascending random number."""
         return self.states[tap][self.rows].to(self._devices[tap])
+
+    def is_constant(self, tap: str) -> bool:
+        """Return whether the points at a tap are equal up to rounding in their dtype."""
+        points = self.get_points(tap)
+        variances, means = torch.var_mean(points.to(accumulation_dtype(points.device)), 0, correction=0)
+        return bool(is_rounding(variances.sum(), means.square().sum(), torch.finfo(points.dtype).eps))
 
     def _get_first_points(self, tap: str) -> Tensor:
         return self.get_points(tap)[: self._max_points]

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from istar.geometry.collect import grouped_moments
-from istar.geometry.collect.grouped_moments import GroupedMoments
-from istar.geometry.collect.rows import Rows
 from istar.measures import FourthMoments
+from istar.sums import grouped_moments
+from istar.sums.grouped_moments import GroupedMoments
+from istar.sums.rows import Rows
 
 NUM_GROUPS, NUM_POINTS = 3, 50
 

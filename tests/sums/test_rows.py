@@ -2,7 +2,7 @@
 
 import torch
 
-from istar.geometry.collect.rows import Rows
+from istar.sums.rows import Rows
 
 TOKENS = torch.tensor([5, 6, 7, 8, 8, 9, 5, 5])
 POSITIONS = torch.tensor([1, 2, 1, 1, 2, 1, 2, 3])

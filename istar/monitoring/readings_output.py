@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
 from istar.drawing.rendering import draw
@@ -12,16 +12,13 @@ from istar.errors import UserError, did_you_mean
 from istar.files.writing import atomic_write, to_csv
 from istar.measures.catalogue import find_measure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 _OTHER_TITLES = {"largest_activation": "largest |x|", "gradient_norm": "norm of the gradient"}
 """Titles of what is not in the table of measures."""
 _INTERVAL = 1.96
 """Half-width of a 95% interval in standard errors."""
 
 
-def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> "Figure":
+def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> Figure:
     """Draw a panel for each measure of `Monitor.table` over the steps, with a line for at most five of the states.
 
     Raises:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from istar.errors import float_or_nan
-from istar.geometry.collect.grouped_moments import GroupedMoments, sum_over_points
-from istar.geometry.collect.rows import Rows
 from istar.measures import (
     Accumulator,
     CosineContributions,
@@ -45,6 +43,8 @@ from istar.measures.isoscores import unchecked_isoscore_unbiased
 from istar.measures.numerics import accumulation_dtype, full_precision, inverse_or_zero, is_rounding, row_norms
 from istar.measures.point_groups import NUM_LOG2_BINS
 from istar.measures.spectrum import significant_roots
+from istar.sums.grouped_moments import GroupedMoments, sum_over_points
+from istar.sums.rows import Rows
 
 MeasureSet = Literal["basic", "all"]
 """Which measures to compute: `basic` leaves out the slowest, see `LayerSettings`."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from istar.geometry.collect.sample import Sample
 from istar.measures import neighbour_measures, uniformity
+from istar.sums.sample import Sample
 
 
 def make_sample(tokens: list[int], size: int, seed: int, block_length: int = 4) -> Sample:
@@ -67,3 +67,15 @@ def test_hubs_duplicates_and_uniformity_are_of_the_sampled_points() -> None:
     assert [name for name, value in few.compute_neighbour_measures("place").items() if math.isfinite(value)] == [
         "uniformity"
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_points_that_differ_by_rounding_alone_are_constant(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    point = torch.randn(64, generator=generator)
+    noise = torch.randn(50, 64, generator=generator)
+    for points, is_constant in ((point * (1 + torch.finfo(dtype).eps * noise), True), (point + noise, False)):
+        sample = Sample({"place": torch.device("cpu")}, 40, 0)
+        sample.update([0], [50], None, {"place": points.to(dtype)})
+        assert len(sample.get_points("place")) == 40
+        assert sample.is_constant("place") == is_constant

@@ -11,11 +11,11 @@ import pytest
 import scipy.stats
 import torch
 
-from istar.geometry.collect import grouped_moments
-from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.rows import Rows
 from istar.measures import isoscore_unbiased
 from istar.measures.catalogue import MEASURES_WITH_ERROR
+from istar.sums import grouped_moments
+from istar.sums.layers import Layer, LayerSettings
+from istar.sums.rows import Rows
 from tests import oracles
 from tests.geometry.collect import test_stream
 from tests.waiting import SECONDS
@@ -132,10 +132,10 @@ def test_replicates_are_measures_without_each_group(measures_without_group: list
 FIRST_RESULT = """
 import sys
 import torch
-from istar.geometry.collect.layers import Layer, LayerSettings
-from istar.geometry.collect.sample import Sample
-from istar.geometry.collect.rows import Rows
-from istar.geometry.collect.source_sums import SourceSums
+from istar.sums.layers import Layer, LayerSettings
+from istar.sums.sample import Sample
+from istar.sums.rows import Rows
+from istar.sums.source_sums import SourceSums
 
 points, index = torch.randn(200, 16), torch.arange(200)
 batch = Rows.of(index // 50, index, index)
