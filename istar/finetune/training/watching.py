@@ -32,8 +32,8 @@ class WatchTraining(L.Callback):
     """Log a monitor's readings of the training and of a probe, and end the training after a collapse.
 
     The training's own passes are read every `config.every` steps. The probe is a fixed sample of the first validation
-    set. It is measured in eval mode before training, after every `config.every` steps and at the end, by all processes
-    together. The trained weights do not change by a single bit.
+    set. It is measured in eval mode before training, after every `config.every` steps and at the end. All processes
+    measure together. The trained weights do not change by a single bit.
 
     The callback must precede the one that writes checkpoints, so that the checkpoint of a step contains the readings up
     to this step.
@@ -47,19 +47,17 @@ class WatchTraining(L.Callback):
     monitor: Monitor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        assert self.config.every is not None
-        self.every = self.config.every
+        self.measures = self.config.measures or DEFAULT_MEASURES
         order = torch.randperm(len(self.data.validation[0]), generator=torch.Generator().manual_seed(_SAMPLE_SEED))
-        self.sample = sorted(order[: self.config.probe_examples].tolist()) if self.config.probe_examples else []
+        self.sample = sorted(order[: self.config.probe_examples or 0].tolist())
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Create the monitor, when the processes are connected and the model is neither sharded nor called yet."""
         assert isinstance(pl_module, FineTuner)
+        assert self.config.every is not None
         if not hasattr(self, "monitor"):
-            measures, alarms = self.config.measures or DEFAULT_MEASURES, make_alarms(self.config)
-            self.monitor = Monitor(
-                pl_module.model, self.every, points=self.config.points, measures=measures, alarms=alarms
-            )
+            options: Any = {"points": self.config.points, "measures": self.measures, "alarms": make_alarms(self.config)}
+            self.monitor = Monitor(pl_module.model, self.config.every, **options)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == 0:
@@ -78,13 +76,13 @@ class WatchTraining(L.Callback):
                 trainer.check_val_every_n_epoch = 1  # The last step has a validation in any epoch.
         if reading is not None:
             _log_reading(trainer, reading, trainer.current_epoch)
-        if self.monitor.count % self.every == 0:
+        if self.monitor.count % self.monitor.every == 0:
             self._measure_probe(trainer, pl_module, trainer.current_epoch)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the probe after the last step, unless it has just been measured, and remove all hooks."""
         # Unlike on_train_end, this is called even if a resumed training is already complete.
-        if trainer.global_step % self.every:
+        if trainer.global_step % self.monitor.every:
             # `current_epoch` differs by one between a training that ends and a finished one that is resumed.
             epochs: Any = trainer.fit_loop.epoch_progress.current
             self._measure_probe(trainer, pl_module, epochs.processed - 1)
@@ -106,7 +104,7 @@ class WatchTraining(L.Callback):
             )
 
     def save(self, table: Path, picture: Path) -> None:
-        """Write all readings to a CSV file, and draw those of the probe, or without a probe all, over the steps."""
+        """Write all readings to a CSV file, and draw those of the probe over the steps; without it, of the training."""
         if not self.monitor.readings:
             return
         self.monitor.save(table)
@@ -114,7 +112,7 @@ class WatchTraining(L.Callback):
         if self.sample:
             readings = readings[readings["source"] == PROBE]
         with atomic_write(picture) as file:
-            draw_trajectory(readings, self.config.measures or DEFAULT_MEASURES).savefig(file, format="png")
+            draw_trajectory(readings, self.measures).savefig(file, format="png")
 
     def _measure_probe(self, trainer: L.Trainer, pl_module: L.LightningModule, epoch: int) -> None:
         assert isinstance(pl_module, FineTuner)
@@ -133,15 +131,10 @@ class WatchTraining(L.Callback):
 
     def _iterate_probe(self, trainer: L.Trainer) -> Iterator[Batch]:
         """Yield this process's share of the probe. All processes have as many batches; see `FineTuningData`."""
-        rank, world_size, batch_size = trainer.global_rank, trainer.world_size, self.data.config.eval_batch_size
-        num_batches = math.ceil(math.ceil(len(self.sample) / world_size) / batch_size)
-        loader = build_evaluation_loader(
-            self.data.validation[0],
-            self.data.collate,
-            batch_size,
-            self.sample[rank::world_size],
-            num_batches=num_batches,
-        )
+        rows, batch_size = self.data.validation[0], self.data.config.eval_batch_size
+        order = self.sample[trainer.global_rank :: trainer.world_size]
+        num_batches = math.ceil(math.ceil(len(self.sample) / trainer.world_size) / batch_size)
+        loader = build_evaluation_loader(rows, self.data.collate, batch_size, order, num_batches=num_batches)
         return map(inputs_without_labels, loader)
 
 
