@@ -163,8 +163,6 @@ def _check_num_processes(trainer: L.Trainer, config: Config, data: PreparedData)
             "istar.finetune.processes.launch.launch(config, num_processes) start them"
         )
     min_size = min(len(rows) for rows in (*data.validation, *data.test))
-    if config.monitor.every is not None and config.monitor.probe_examples is not None:
-        min_size = min(min_size, config.monitor.probe_examples)
     count = trainer.world_size
     if min_size < count:
         raise UserError(f"{count} processes are too many for an evaluation set of {min_size}; give fewer devices")

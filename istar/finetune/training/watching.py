@@ -52,9 +52,17 @@ class WatchTraining(L.Callback):
         self.sample = sorted(order[: self.config.probe_examples or 0].tolist())
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Create the monitor, when the processes are connected and the model is neither sharded nor called yet."""
+        """Create the monitor, when the processes are connected and the model is neither sharded nor called yet.
+
+        Raises a `UserError` if there are fewer examples in the probe than processes.
+        """
         assert isinstance(pl_module, FineTuner)
         assert self.config.every is not None
+        if 0 < len(self.sample) < trainer.world_size:
+            raise UserError(
+                f"monitor.probe_examples={self.config.probe_examples} is less than one for each of "
+                f"{trainer.world_size} processes; give more, or null for no probe"
+            )
         if not hasattr(self, "monitor"):
             options: Any = {"points": self.config.points, "measures": self.measures, "alarms": make_alarms(self.config)}
             self.monitor = Monitor(pl_module.model, self.config.every, **options)

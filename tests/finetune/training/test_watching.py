@@ -216,6 +216,16 @@ def test_refusals(small: Build, overrides: str, message: str) -> None:
         small(*overrides.split())
 
 
+def test_a_process_without_examples_is_refused(setting: Any) -> None:
+    """With FSDP, it would leave the others waiting."""
+    watch = WatchTraining(MonitorConfig(every=1, probe_examples=3), setting.data())
+    trainer: Any = SimpleNamespace(world_size=4)
+    with pytest.raises(UserError, match=r"monitor\.probe_examples=3 is less than one for each of 4 processes"):
+        watch.setup(trainer, setting.module(), "fit")
+    trainer.world_size = 3
+    watch.setup(trainer, setting.module(), "fit")
+
+
 @pytest.mark.slow
 def test_two_processes_measure_together_what_one_measures(tmp_path: Path, start: Start) -> None:
     arguments = ("reg=none", "monitor.every=2", "monitor.measures=[isoscore,inter_sim]", "trainer.keep_models=log",
