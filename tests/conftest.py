@@ -40,6 +40,7 @@ FORKING_FILES = (
     "tests/integrations/test_transformers.py",
     "tests/finetune/training/test_processes.py",
     "tests/hidden_states/test_embedding_penalty.py",
+    "tests/hidden_states/test_sharding.py",
     "tests/geometry/collect/test_torchrun.py",
     "tests/measures/test_accumulator.py",
     "tests/hidden_states/test_penalties_in_processes.py",
@@ -47,6 +48,7 @@ FORKING_FILES = (
     "tests/finetune/processes/test_forking.py",
     "tests/finetune/execute/test_streamed_runs.py",
     "tests/measures/test_numerics.py",
+    "tests/monitoring/test_monitor_in_processes.py",
 )
 """Files whose tests start processes by a server of forks. One worker of xdist executes them all, with one server."""
 SLOWEST_FILES = (

@@ -89,6 +89,10 @@ def _measure_models(
     file_name, folder = measures_file.JSON_FILE, options.out / "models"
     measured_paths = {model: Path(model.name, file_name) for model in model_arguments}
     new_models = {model: folder / model.default_label for model, path in measured_paths.items() if not path.is_file()}
+    if files := [model.name for model in new_models if Path(model.name).is_file()]:
+        raise UserError(
+            f"{files[0]} is a file; expected what `istar measure {files[0]} --out <folder>` wrote: the folder"
+        )
     if new_models and not sources:
         name = next(iter(new_models)).name
         raise UserError(f"{name} holds no {file_name}; give a folder of istar measure, or --text to measure it")

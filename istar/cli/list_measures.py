@@ -4,8 +4,8 @@ import argparse
 from dataclasses import asdict
 
 from istar.drawing.terminal import make_console
-from istar.errors import UserError, did_you_mean
-from istar.measures.catalogue import MEASURES
+from istar.errors import UserError
+from istar.measures.catalogue import MEASURES, suggest_measure
 
 
 def run(options: argparse.Namespace) -> None:
@@ -13,7 +13,7 @@ def run(options: argparse.Namespace) -> None:
     name = options.list
     chosen = [measure for measure in MEASURES if name == measure.name]
     if name and not chosen:
-        hint = did_you_mean(name, [measure.name for measure in MEASURES])
+        hint = suggest_measure(name, [measure.name for measure in MEASURES])
         raise UserError(f"--list {name}: unknown measure{hint}; istar measure --list shows all")
     console = make_console()
     for measure in chosen:

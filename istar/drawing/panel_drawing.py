@@ -1,6 +1,7 @@
 """Drawing of one panel of a plot, of each kind, with matplotlib."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ _ROUNDING = 1e-6
 _MAX_MARKERS = 40
 """Most points of a line with full-size markers; more would hide the line or one another. In a panel with a longer
 line, no line has markers."""
+_MAX_Y_LABEL = 30
+"""Most characters of a line of the y axis label; a longer one would be cut at the edge of the figure."""
 _MAX_TICKS, _MAX_NAMES = 12, 40
 """Most ticks with names, and most characters of all names on an x axis that are not turned."""
 
@@ -97,7 +100,8 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
         _mark_points(axes, lines, styles)
     axes.set_title(panel.title)
     axes.set_xlabel(plot.x_label)
-    axes.set_ylabel(panel.y_label)
+    label = f"{panel.y_label} (logarithmic)" if panel.log_y else panel.y_label
+    axes.set_ylabel(textwrap.fill(label, _MAX_Y_LABEL, break_long_words=False))
     _set_scales(axes, plot, panel)
     _set_y_range(axes, plot, panel)
     axes.margins(x=0.06 if plot.kind != "line" else 0.03)
@@ -117,8 +121,6 @@ def _set_scales(axes: Axes, plot: Plot, panel: Panel) -> None:
     if plot.log_y or panel.log_y:
         axes.set_yscale("log")
         _label_decades(axes.yaxis, 2)
-    if panel.log_y:
-        axes.set_ylabel(f"{panel.y_label} (logarithmic)")
     if plot.kind == "scatter":
         axes.set_aspect("equal", adjustable="datalim")
     if plot.log_x and xs and xs[0] == 0:
@@ -175,9 +177,10 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
         axes.set_ylim(top=max(1.05, axes.get_ylim()[1]))
     margin = 0.03 * (high - low)
     if max(finite_ys) - min(finite_ys) >= _MIN_SHARE_OF_BOUNDS * (high - low):
-        # Values above columns need room below the title, and more if they are upright.
-        top = (8 if _are_columns_narrow(plot, panel) else 3) * margin if plot.kind == "columns" else margin
-        axes.set_ylim(min(low, min(finite_ys)) - margin, max(high, max(finite_ys)) + top)
+        # Values above and below columns need room, and more if they are upright.
+        room = (8 if _are_columns_narrow(plot, panel) else 3) * margin if plot.kind == "columns" else margin
+        bottom = room if min(finite_ys) < 0 else margin
+        axes.set_ylim(min(low, min(finite_ys)) - bottom, max(high, max(finite_ys)) + room)
     elif low == 0 <= min(finite_ys):
         axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.03)
 
@@ -250,8 +253,7 @@ def _draw_columns(axes: Axes, lines: Sequence[Line], styles: Styles, has_upright
         options = {"label": line.label, "color": styles[line.label]["color"], "error_kw": {"ecolor": INK, "capsize": 3}}
         bars = axes.bar(centers, line.y, 0.92 * width, yerr=errors, **options)
         axes.bar_label(bars, fmt="{:.3g}", fontsize=8, padding=2, rotation=90 if has_upright_values else 0)
-    if has_upright_values or any(line.y_error for line in lines):
-        axes.margins(y=0.2)
+    axes.margins(y=0.2 if has_upright_values or any(line.y_error for line in lines) else 0.1)
 
 
 def _draw_ridges(axes: Axes, lines: Sequence[Line], styles: Styles) -> None:

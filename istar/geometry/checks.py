@@ -12,7 +12,7 @@ import pandas as pd
 from istar.errors import UserError, did_you_mean, shorten
 from istar.files.parsing import find_mismatch, read_yaml
 from istar.geometry.collect.measures_file import interval_half_width
-from istar.measures.catalogue import find_measure
+from istar.measures.catalogue import find_measure, suggest_measure
 
 Bounds = tuple[float | None, float | None]
 """Smallest and largest value that is accepted; None for no bound."""
@@ -103,7 +103,7 @@ def find_violations(table: pd.DataFrame, num_groups: int, checks: Checks) -> Ite
             raise UserError(f"no state matches {pattern!r}{did_you_mean(pattern, states)}; expected one of {known}")
         for name, bounds in bounds_by_measure.items():
             if name not in measures:
-                hint = did_you_mean(name, measures) or f"; expected one of {', '.join(measures)}"
+                hint = suggest_measure(name, measures) or f"; expected one of {', '.join(measures)}"
                 raise UserError(f"{name} was not measured{hint}")
             intervals = make_intervals(rows, name, num_groups)
             smallest, largest = parse_bounds(name, bounds)

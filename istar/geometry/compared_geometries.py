@@ -141,8 +141,8 @@ def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: b
 
     Returns:
         The differences with their 95% intervals. They are paired, by the jackknife over the same groups, if both were
-        measured over the same examples: over equal texts, or with equal `ids`. Otherwise the squares of the errors are
-        added, and a finding says so.
+        measured over the same examples: over equal texts, or with equal `ids`, in any order. Otherwise the squares of
+        the errors are added, and a finding says so.
 
     Raises:
         UserError: for fewer than two geometries, clouds with models, no common state, and with `similarity=True` for

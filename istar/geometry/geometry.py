@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from istar.errors import UserError, did_you_mean
+from istar.errors import UserError
 from istar.geometry import checks
 from istar.geometry.checks import Bounds, Violation
 from istar.geometry.collect.measures_file import (
@@ -27,7 +27,7 @@ from istar.geometry.show import axis_figures, compare_page, findings, model_figu
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel, describe_points, name_measured
 from istar.geometry.show.measured_training import MeasuredTraining, read_trainings
 from istar.geometry.show.model_tables import number_with_interval
-from istar.measures.catalogue import MEASURES, find_measure
+from istar.measures.catalogue import MEASURES, find_measure, suggest_measure
 from istar.models.saved_checkpoints import ModelArgument
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class Geometry:
     def __getitem__(self, measure: str) -> pd.Series:
         """Return the values of a measure by state. An unknown name is a KeyError that suggests a similar one."""
         if measure not in self._table:
-            raise KeyError(f"{measure!r} was not measured{did_you_mean(measure, map(str, self._table))}")
+            hint = suggest_measure(measure, map(str, self._table)) or "; expected a column of geometry.table"
+            raise KeyError(f"{measure!r} was not measured{hint}")
         return self._table[measure].copy()
 
     def interval(self, measure: str) -> pd.DataFrame:
@@ -266,6 +267,11 @@ def load(path: str | Path) -> Geometry:
         UserError: if there are no measures, a file is damaged, or it has another version.
     """
     folder = Path(path).parent if Path(path).name == JSON_FILE else Path(path)
+    if folder.is_file():
+        raise UserError(
+            f"{folder} is a file; expected a folder of istar measure or Geometry.save; istar.measure reads files of "
+            "vectors"
+        )
     if (folder / TRAJECTORY_FILE).is_file() and not (folder / JSON_FILE).is_file():
         [training] = read_trainings([ModelArgument("", str(folder))])
         if not training.checkpoints:

@@ -21,7 +21,7 @@ from istar.errors import UserError, did_you_mean, shorten
 from istar.hidden_states.call_arguments import find_wrapped, read_argument_names, request_states
 from istar.hidden_states.model_modes import eval_mode, preserve_rng_states, uncompiled
 from istar.hidden_states.offloading import find_input_device, hold_weights
-from istar.hidden_states.sharding import is_sharded_module
+from istar.hidden_states.sharding import is_sharded_module, reshard
 from istar.measures.norms import norm_parameters
 
 _TRIAL_TOKENS = 5
@@ -188,7 +188,8 @@ def layers_from_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> 
         raise UserError("a module is named twice among the given modules; its outputs would count twice")
     # Unwrap DDP, because its `forward` does not name the arguments of the model, such as `attention_mask`.
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
-    names = {number: module_names[module] for number, module in enumerate(modules, start=1)}
+    # The model itself has the name "".
+    names = {number: module_names[module] or type(module).__name__ for number, module in enumerate(modules, start=1)}
     return ModelLayers(unwrapped, tuple(modules), names, len(modules), ends_with_output=False, is_transformers=False)
 
 
@@ -334,6 +335,8 @@ def run_trial(base_model: nn.Module, model: nn.Module, needs_states: bool = True
         trial = _watch_call(base_model, base_model, call, needs_states)
     except Exception as error:  # the types depend on the architecture
         raise UserError(f"{name} cannot be tried on token ids: {shorten(error)}") from error
+    finally:
+        reshard(model)
     shapes = {tuple(state.shape[:-1]) for state in trial.states}
     if needs_states and shapes != {tuple(token_ids.shape)}:
         raise UserError(

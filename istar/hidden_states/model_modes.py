@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from istar.hidden_states.sharding import reshard
+
 
 def uncompiled() -> AbstractContextManager[object]:
     """Return a context in which compiled modules run uncompiled, so that their hooks are called."""
@@ -18,7 +20,7 @@ def uncompiled() -> AbstractContextManager[object]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch all modules to eval mode, and restore the mode of each module at the end."""
+    """Switch all modules to eval mode; restore the mode and the sharded parameters of each module at the end."""
     training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -26,6 +28,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training_modules:
             module.training = True
+        reshard(model)
 
 
 @contextmanager

@@ -141,7 +141,7 @@ class HiddenStateReader:
         self.head_model = model_layers.find_head_model(model) if modules is None else self.base_model
         self.norm = self.layers.norm
         if layers is None and modules is None and call is None:
-            self.norm = model_layers.find_final_norm(self.base_model)
+            self.norm = model_layers.find_final_norm(self.base_model, model)
         self._replaces_last = layers is not None and self.layers.ends_with_output
         if layers is None:
             has_norm = self.norm is not None

@@ -7,11 +7,24 @@ Nothing is sharded before they are loaded.
 import sys
 from typing import Any
 
+from torch import nn
+
 
 def is_sharded_module(module: Any) -> bool:
     """Return whether `fully_shard` was called with a module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give all modules that FSDP2 shards their sharded parameters back.
+
+    A pass without a backward pass leaves the root module with its whole parameters. An optimizer that is made then
+    would update those, and the training would go wrong in silence.
+    """
+    for module in model.modules():
+        if is_sharded_module(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def is_sharded_tensor(tensor: Any) -> bool:

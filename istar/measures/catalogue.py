@@ -5,6 +5,7 @@ the flags on pages, and the table in the documentation are made from it.
 """
 
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
@@ -23,6 +24,7 @@ class Measure:
         subject: what is measured: hidden states of the `layers`, rows of the embedding `matrices`, or the gain and bias
             of the `final_norm`. A name may occur once for each subject.
         title: name in texts and figures.
+        header: short name in the tables of the terminal, for the main measures.
         formula: formula in words and symbols.
         range: smallest and largest value.
         convention: where papers differ: whether points are centered, what a point is, which average or logarithm.
@@ -55,6 +57,7 @@ class Measure:
     cost: str
     blind_to: str
     function: str
+    header: str = ""
     paper: str = ""
     meaning: str = ""
     figure: str = ""
@@ -137,4 +140,16 @@ def find_measure(name: str, subject: Subject = "layers") -> Measure:
         if (measure.name, measure.subject) == (name, subject):
             return measure
     names = [measure.name for measure in MEASURES if measure.subject == subject]
-    raise UserError(f"{subject} have no measure {name!r}{did_you_mean(name, names)}; istar measure --list shows all")
+    raise UserError(f"{subject} have no measure {name!r}{suggest_measure(name, names)}; istar measure --list shows all")
+
+
+def suggest_measure(word: str, names: Iterable[str]) -> str:
+    """Return `; did you mean X?` with the measure among `names` that has this title or header, or a similar name.
+
+    The result is empty if there is none.
+
+    >>> suggest_measure("rank", ["rank_me", "effective_rank"])
+    '; did you mean effective_rank?'
+    """
+    name_by_text = {text.lower(): measure.name for measure in MEASURES for text in (measure.title, measure.header)}
+    return did_you_mean(name_by_text.get(word.lower(), word), names)

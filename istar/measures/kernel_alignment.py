@@ -75,19 +75,21 @@ _RELATIVE_ROUNDING_ERROR = 1e-12
 """Largest rounding error of an HSIC, relative to the size of its terms."""
 
 
-def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> ValueWithError:
+def cka_with_error(first: Tensor, second: Tensor, groups: int | Tensor = 10) -> ValueWithError:
     """Compute `cka` of two representations, and its standard error by the jackknife.
 
-    The error is `istar.measures.jackknife_error` of the CKA without each group of points. The points are assumed to be
-    independent, such as the mean states of different documents.
+    The error is `istar.measures.jackknife_error` of the CKA without each group of points. Points of different groups
+    are assumed to be independent, such as the mean states of different documents.
 
     Args:
         first: as in `cka`.
         second: as in `cka`.
-        groups: G, at least 2; point i, counted from 0, is in group i mod G. The time is G + 1 times the time of `cka`.
+        groups: G, at least 2; point i, counted from 0, is in group i mod G. Or the group of each point, `(n,)`, of G
+            different ones. The time is G + 1 times the time of `cka`.
 
     Raises:
-        UserError: as `cka`, even if it is only undefined without a group, and for a number of groups outside of 2 to n.
+        UserError: as `cka`, even if it is only undefined without a group, and for a number of groups outside of 2 to n,
+            or groups of another number of points.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> points = torch.randn(500, 8, generator=generator)
@@ -96,11 +98,15 @@ def cka_with_error(first: Tensor, second: Tensor, groups: int = 10) -> ValueWith
     True
     """
     value, num_points = cka(first, second), len(first)
-    if not 2 <= groups <= num_points:
-        raise UserError(f"groups is {groups}; expected 2 to {num_points}, the number of points")
-    group_of_point = torch.arange(num_points, device=first.device) % groups
+    if isinstance(groups, Tensor) and groups.shape != (num_points,):
+        raise UserError(f"groups have the shape {tuple(groups.shape)}; expected ({num_points},), one for each point")
+    num_groups = len(groups.unique()) if isinstance(groups, Tensor) else groups
+    if not 2 <= num_groups <= num_points:
+        raise UserError(f"groups is {num_groups}; expected 2 to {num_points}, the number of points")
+    group_of_point = groups if isinstance(groups, Tensor) else torch.arange(num_points) % groups
+    group_of_point = group_of_point.to(first.device)
     values_without_group = [
-        cka(first[group_of_point != group], second[group_of_point != group]) for group in range(groups)
+        cka(first[group_of_point != group], second[group_of_point != group]) for group in group_of_point.unique()
     ]
     return ValueWithError(value, jackknife_error(values_without_group))
 

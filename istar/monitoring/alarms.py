@@ -77,18 +77,20 @@ class Alarm:
             return []
         return [state for state in self._select_states(recent[-1]) if self._is_beyond(state, history[0], recent)]
 
-    def describe(self, state: str, history: Sequence[Values], step: int) -> str:
-        """Return the message for a state: its values, the bounds, the step, and what the alarm cannot exclude."""
+    def describe(self, states: Sequence[str], history: Sequence[Values], step: int) -> str:
+        """Return the message for states: the values of the first, the bounds, and what the alarm cannot exclude."""
+        state = states[0]
         values = ", ".join(f"{values[state][self.measure]:.3g}" for values in history[-self.readings :])
         first = history[0].get(state, {}).get(self.measure, math.nan)
         bounds = [f"above {self.above:g}"] if self.above is not None else []
         bounds += [f"below {self.below:g}"] if self.below is not None else []
         if self.of_first is not None:
             bounds.append(f"within {self.of_first:g} of its first distance from a collapse, at {first:.3g}")
+        others = f", and so may {', '.join(states[1:])}" if len(states) > 1 else ""
         cause = _OTHER_CAUSES.get(self.measure)
         return (
             f"step {step}: {state} may have collapsed: {self.measure} was {values} in the last {self.readings} "
-            f"readings, {' and '.join(bounds)}{f'; {cause}' if cause else ''}"
+            f"readings, {' and '.join(bounds)}{others}{f'; {cause}' if cause else ''}"
         )
 
     def _select_states(self, values: Values) -> list[str]:

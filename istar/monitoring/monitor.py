@@ -99,7 +99,8 @@ class Monitor:
         alarms: see `istar.Alarm`. The default ones warn of a collapse.
         optimizer: its steps are counted, so that nobody calls `step`.
         seed: seed of the random choice of points.
-        gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens.
+        gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens. It is
+            that of the loss as it is scaled for `backward`. Compiled models have none.
         dump: file (.safetensors) for the sampled points of the reading that sets off an alarm, for `istar.measure`.
         process_group: processes that are measured together; by default all.
 
@@ -143,12 +144,12 @@ class Monitor:
         self._gradients: dict[str, Tensor] | None = {} if gradients else None
         self._failure = ""
         self._sampler = self._make_sampler()
-        previous = _monitors.get(model)
+        self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
+        previous = _monitors.get(self._watcher.base_model)
         if previous is not None and not previous.is_closed:
             self._warn("the model had another Monitor, which is closed now; call close() on one that is not needed")
             previous.close()
-        self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
-        _monitors[model] = self
+        _monitors[self._watcher.base_model] = self
         self._optimizer_hook: Any = None
         if optimizer is not None:
             # accelerate and Lightning wrap the optimizer, and skip its steps while gradients accumulate.
@@ -273,7 +274,7 @@ class Monitor:
         self._fired = set()
         history = self._list_history()
         for length in range(1, len(history) + 1):
-            self._fired.update(self._find_fired(history[:length]))
+            self._find_fired(history[:length])
         self._arm(keeps_hooks=True)
 
     def close(self) -> None:
@@ -375,18 +376,22 @@ class Monitor:
     def _list_history(self) -> list[dict[str, dict[str, float]]]:
         return [reading.values for reading in self.readings if reading.source == TRAINING]
 
-    def _find_fired(self, history: Sequence[Mapping[str, Mapping[str, float]]]) -> list[tuple[Alarm, str]]:
-        """Return the alarms that go off at the last reading, with their states, and did not before."""
-        found = [(alarm, state) for alarm in self._alarms for state in alarm.find_states(history)]
-        return [hit for hit in found if hit not in self._fired]
+    def _find_fired(self, history: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[Alarm, list[str]]:
+        """Return the alarms that go off at the last reading, each with the states for which it did not before."""
+        found = {
+            alarm: [state for state in alarm.find_states(history) if (alarm, state) not in self._fired]
+            for alarm in self._alarms
+        }
+        new = {alarm: states for alarm, states in found.items() if states}
+        self._fired.update((alarm, state) for alarm, states in new.items() for state in states)
+        return new
 
     def _sound_alarms(self, samples: Mapping[str, StateSample]) -> None:
         history, stops = self._list_history(), []
-        new_hits = self._find_fired(history)
-        self._fired.update(new_hits)
-        suffix = f"; its points are in {self._dump}" if new_hits and self._write_dump(samples) else ""
-        for alarm, state in new_hits:
-            message = alarm.describe(state, history, self.readings[-1].step) + suffix
+        fired = self._find_fired(history)
+        suffix = f"; its points are in {self._dump}" if fired and self._write_dump(samples) else ""
+        for alarm, states in fired.items():
+            message = alarm.describe(states, history, self.readings[-1].step) + suffix
             if callable(alarm.action):
                 alarm.action(message)
             elif alarm.action == "stop":

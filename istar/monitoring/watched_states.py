@@ -65,6 +65,7 @@ class StateWatcher:
         receive_gradient: called with the name and the gradient of each state of a pass that is read, in eager mode.
 
     Attributes:
+        base_model: the module whose calls are passes.
         names: names of the states, from the input to the output. `pooled` is the last one for models that may return
             sentence embeddings.
         is_armed: whether passes are read.
@@ -94,12 +95,12 @@ class StateWatcher:
         self._layers = layers
         self._norm = find_final_norm(layers.base_model, model) if modules is None else None
         numbers = [number for number in layers.names if number <= layers.num_layers or self._norm is not None]
-        self._base_model = find_wrapped(layers.base_model, ("torch.",)) or layers.base_model
-        self._chain = _find_callers(model, self._base_model)
+        self.base_model = find_wrapped(layers.base_model, ("torch.",)) or layers.base_model
+        self._chain = _find_callers(model, self.base_model)
         self.names = [layers.names[number] for number in numbers]
         if any(not _is_transformers_model(module) for module in self._chain) and modules is None:
             self.names.append(POOLED)
-        self._may_skip_layers = any("layerdrop" in vars(module) for module in self._base_model.modules())
+        self._may_skip_layers = any("layerdrop" in vars(module) for module in self.base_model.modules())
         self.is_armed = self.is_compiled = self.reads_without_gradients = False
         self.num_passes, self.failure = 0, ""
         self._open_calls: list[int] = []  # places in the chain of the modules that are being called

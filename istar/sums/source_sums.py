@@ -57,7 +57,7 @@ class SumSettings:
         names = ", ".join(name for name, needs in MEASURES_WITH_ERROR.items() if needs == "covariance")
         return (
             f"{names} get no standard errors, because the sums of {self.groups} groups would take more than "
-            f"{MAX_GROUP_BYTES / 2**30:g} GiB; choose fewer --groups"
+            f"{MAX_GROUP_BYTES / 2**30:g} GiB; choose fewer groups"
         )
 
 

@@ -53,6 +53,8 @@ def cloud_in_memory(name: str, points: Any) -> Cloud:
         return _cloud_of_tensor(name, values)
     if values.dtype == object:
         kind = type(points).__name__
+        if hasattr(points, "toarray"):  # a sparse matrix of SciPy
+            raise UserError(f"{name}: a {kind}, which is sparse; expected a dense array, as from .toarray()")
         raise UserError(f"{name}: a {kind} of objects; expected numbers (n, d); numpy.stack joins a list of vectors")
     return _cloud_of_array(name, values)
 

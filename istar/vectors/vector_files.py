@@ -217,7 +217,11 @@ def _list_pt(path: Path) -> dict[str, _Matrix]:
         return {"": list_tensor(content)}
     if not isinstance(content, Mapping):
         raise UserError(f"{path} has a {type(content).__name__}; expected a tensor or a dictionary of tensors")
-    return {str(name): list_tensor(value) for name, value in content.items() if isinstance(value, Tensor)}
+    matrices = {str(name): list_tensor(value) for name, value in content.items() if isinstance(value, Tensor)}
+    if content and not matrices:
+        kinds = ", ".join(f"{name}: {type(value).__name__}" for name, value in content.items())
+        raise UserError(f"{path} has no tensors, but {shorten(kinds)}; expected a tensor or a dictionary of tensors")
+    return matrices
 
 
 # ---- .parquet

@@ -138,6 +138,15 @@ def test_a_comparison_needs_two_models(capsys: pytest.CaptureFixture[str]) -> No
     assert "a comparison needs two models or more" in capsys.readouterr().err
 
 
+def test_files_of_vectors_are_measured_before_they_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.npy").touch()
+    assert main(["compare", f"{tmp_path}/a.npy", "b", "--out", f"{tmp_path}/out"]) == 2
+    expected = f"{tmp_path}/a.npy is a file; expected what `istar measure {tmp_path}/a.npy --out <folder>` wrote"
+    assert expected in capsys.readouterr().err
+
+
 def test_texts_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = glue_files({"notes": ("train", "test")}, {"text": "the {split} lamp number {row}"}, ("no", "yes"), rows=6)
     with serving() as hub:

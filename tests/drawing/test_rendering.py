@@ -231,6 +231,36 @@ def test_values_above_columns_do_not_overlap() -> None:
         assert all(box.y1 <= axes.get_window_extent().y1 for box in boxes)
 
 
+def draw_panels(plot: Plot) -> Any:
+    """Return a drawn figure, whose texts have their places."""
+    figure = rendering.draw(plot)
+    figure.canvas.draw()
+    return figure
+
+
+def test_a_long_label_of_the_y_axis_is_within_the_figure() -> None:
+    label, line = "sample InterSim, without top dimension", Line("a", (1, 2), (0.1, 0.2))
+    for log_y in (False, True):
+        panels = tuple(replace(Panel(label, (line,)), log_y=log_y) for _ in range(4))
+        figure = draw_panels(replace(make_plot(line), panels=panels))
+        for axes in figure.axes:
+            extent = axes.yaxis.label.get_window_extent()
+            assert extent.y0 >= 0
+            assert extent.y1 <= figure.bbox.height
+            assert " ".join(axes.get_ylabel().split()) == label + " (logarithmic)" * log_y
+    others = [axes.yaxis.label.get_window_extent() for axes in figure.axes]
+    assert not any(first.overlaps(second) for index, first in enumerate(others) for second in others[:index])
+
+
+@pytest.mark.parametrize("values", [(0.9, -0.001), (-3.16, -2.47)])
+def test_values_below_columns_are_above_the_axis(values: tuple[float, ...]) -> None:
+    lines = tuple(Line(f"line {index}", (1,), (value,)) for index, value in enumerate(values))
+    panel = Panel("measure", lines, y_bounds=(0, 1) if values[0] > 0 else None)
+    figure = draw_panels(replace(make_plot(*lines), kind="columns", panels=(panel, panel)))
+    for axes in figure.axes:
+        assert all(text.get_window_extent().y0 >= axes.bbox.y0 for text in axes.texts)
+
+
 def test_long_names_on_the_x_axis_do_not_overlap() -> None:
     names = {float(index): f"a cloud with a long name {index}" for index in range(6)}
     line = Line("m", tuple(names), (0.1,) * 6, y_error=(0.02,) * 5 + (math.nan,))

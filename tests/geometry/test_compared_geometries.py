@@ -172,3 +172,50 @@ def test_pages_and_folders(kind: str, tmp_path: Path) -> None:
     html = comparison._repr_html_()
     assert "paired" in html or "independent" in html
     assert len(comparison.plot("isoscore").axes) == 1
+
+
+def measure_rows(rows: Any, ids: Any, **options: Any) -> Geometry:
+    return istar.measure(rows, ids=ids, **options)
+
+
+def measure_batch_of_rows(rows: Any, ids: Any, **options: Any) -> Geometry:
+    batches = [{"input": torch.from_numpy(rows).float()}]
+    return istar.measure(torch.nn.Sequential(torch.nn.Identity()), batches, modules=["0"], ids=ids, **options)
+
+
+@pytest.mark.parametrize("measure", [measure_rows, measure_batch_of_rows])
+@pytest.mark.parametrize("has_groups", [True, False])
+def test_equal_ids_in_another_order_are_paired(measure: Any, has_groups: bool) -> None:
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(203, 5))
+    changed = rows + 0.1 * generator.normal(size=rows.shape)
+    ids = np.array([f"row {index}" for index in range(len(rows))])
+    users = np.array([f"user {index}" for index in generator.integers(0, 40, len(rows))])
+    order = generator.permutation(len(rows))
+    options = [{"groups": users}, {"groups": users[order]}] if has_groups else [{}, {}]
+    first, same, shuffled = (
+        measure(points, names, **groups)
+        for points, names, groups in (
+            (rows, ids, options[0]),
+            (changed, ids, options[0]),
+            (changed[order], ids[order], options[1]),
+        )
+    )
+    expected, table = (istar.compare({"a": first, "b": other}).table for other in (same, shuffled))
+    pairs = zip(table.to_dict("records"), expected.to_dict("records"), strict=True)
+    paired = {row["measure"]: (row, expected_row) for row, expected_row in pairs if expected_row["method"]}
+    assert {"isoscore", "inter_sim"} <= paired.keys()
+    for row, expected_row in paired.values():
+        assert row["method"] == expected_row["method"] == "paired"
+        assert row["high"] - row["low"] == pytest.approx(expected_row["high"] - expected_row["low"], rel=1e-3)
+    # Only the first rows are read, which are others in another order.
+    limited = [measure(rows, ids, limit=100), measure(changed[order], ids[order], limit=100)]
+    assert set(istar.compare({"a": limited[0], "b": limited[1]}).table["method"]) <= {"independent", ""}
+
+
+def test_clouds_with_ids_in_different_orders_keep_no_examples() -> None:
+    rows = np.random.default_rng(0).normal(size=(20, 3))
+    ids = [str(index) for index in range(20)]
+    same = istar.measure({"a": rows, "b": rows}, ids=ids)
+    assert same.examples is not None
+    assert istar.measure({"a": rows, "b": rows[::-1]}, ids={"a": ids, "b": ids[::-1]}).examples is None

@@ -22,6 +22,7 @@ from istar.errors import UserError
 from istar.geometry.collect.mean_states import Examples
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.geometry import Geometry
+from istar.geometry.show.terminal_tables import HEADERS
 from istar.measures.catalogue import MEASURES
 from istar.models import tiny
 from istar.texts import demo
@@ -92,6 +93,26 @@ def test_nothing_that_is_given_out_changes_it(measured: Path) -> None:
         geometry.examples = None  # type: ignore[misc]
     with pytest.raises(KeyError, match="'isocore' was not measured; did you mean isoscore"):
         geometry["isocore"]
+    with pytest.raises(KeyError, match=r"'xyz' was not measured; expected a column of geometry\.table"):
+        geometry["xyz"]
+
+
+@pytest.mark.parametrize(("header", "name"), [(header, name) for name, header in HEADERS.items()])
+def test_a_header_of_the_printed_table_suggests_the_column(header: str, name: str) -> None:
+    geometry = Geometry(make_measurements())
+    assert header in repr(geometry)
+    with pytest.raises(KeyError, match=f"'{header}' was not measured; did you mean {name}\\?"):
+        geometry[header]
+    with pytest.raises(UserError, match=f"{header} was not measured; did you mean {name}\\?"):
+        geometry.check({header: (0, 1)})
+    with pytest.raises(UserError, match=f"no measure '{header}'; did you mean {name}\\?"):
+        geometry.plot(header)
+
+
+def test_a_file_of_vectors_is_not_loaded(tmp_path: Path) -> None:
+    np.save(tmp_path / "vectors.npy", np.eye(5))
+    with pytest.raises(UserError, match=r"vectors\.npy is a file; expected a folder .*; istar\.measure reads files of"):
+        istar.load(tmp_path / "vectors.npy")
 
 
 def test_intervals_and_several_texts() -> None:

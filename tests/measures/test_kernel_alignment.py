@@ -87,6 +87,20 @@ def test_error_is_that_of_values_without_each_group(groups):
     assert error == pytest.approx(np.sqrt((groups - 1) * np.var(values)), rel=1e-8)
 
 
+def test_error_leaves_out_the_groups_that_are_given():
+    xs, ys = make_representations()
+    groups = np.array([7] * 13 + [3] * 9 + [5] * 8)
+    values = []
+    for group in (3, 5, 7):
+        x, y = xs.numpy()[groups != group], ys.numpy()[groups != group]
+        values.append(naive_hsic(x, y) / np.sqrt(naive_hsic(x, x) * naive_hsic(y, y)))
+    assert cka_with_error(xs, ys, torch.from_numpy(groups)).error == pytest.approx(
+        np.sqrt(2 * np.var(values)), rel=1e-8
+    )
+    with pytest.raises(UserError, match=r"groups have the shape \(4,\); expected \(30,\), one for each point"):
+        cka_with_error(xs, ys, torch.arange(4))
+
+
 @pytest.mark.slow
 def test_error_is_the_spread_over_samples():
     # With one map to both representations, all samples have the same expected CKA.

@@ -60,12 +60,12 @@ def test_a_state_that_is_missing_in_a_reading_does_not_count():
 
 def test_the_message_names_values_bounds_and_other_causes():
     history = [{"layer_2": {"inter_sim": value}} for value in (0.2, 0.99, 0.991, 0.9925)]
-    message = Alarm("inter_sim", above=0.98).describe("layer_2", history, 150)
+    message = Alarm("inter_sim", above=0.98).describe(["layer_2"], history, 150)
     assert message.startswith(
         "step 150: layer_2 may have collapsed: inter_sim was 0.99, 0.991, 0.993 in the last 3 readings, above 0.98; "
     )
     assert "\n" not in message
-    message = DEFAULT_ALARMS[0].describe("layer_2", history, 150)
+    message = DEFAULT_ALARMS[0].describe(["layer_2"], history, 150)
     assert "within 0.1 of its first distance from a collapse, at 0.2" in message
 
 

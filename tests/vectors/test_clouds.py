@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse
 import torch
 
 from istar.errors import NonFiniteError, UserError
@@ -140,6 +141,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "frame with a column of vectors": (pd.DataFrame({"vector": list(POINTS)}), "numpy.stack joins a column of vectors"),
     "named": ({"corpus": POINTS[0]}, "corpus: the shape is (5,)"),
     "no clouds": ({}, "the mapping has no clouds; expected at least one name with points"),
+    "sparse matrix": (scipy.sparse.csr_matrix(POINTS),
+        "points: a csr_matrix, which is sparse; expected a dense array, as from .toarray()"),
+    "sparse array": (scipy.sparse.coo_array(POINTS),
+        "points: a coo_array, which is sparse; expected a dense array, as from .toarray()"),
     "nothing": (None, "a NoneType of objects; expected numbers"),
 }  # fmt: skip
 

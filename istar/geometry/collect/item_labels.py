@@ -1,6 +1,8 @@
 """What the user says about the rows or examples of a source: their groups and their ids."""
 
 import hashlib
+import zlib
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +26,7 @@ class Labels:
     """Groups and ids of the rows of clouds, or of the examples of a model's inputs, in their order."""
 
     num_groups: int  # number of groups for standard errors; 0 computes none
-    groups: Tensor | None = None  # group of each item, from 0, `(n,)`; None if the items are independent of each other
+    groups: Tensor | None = None  # group of each item, from 0, `(n,)`; None without groups and ids of the user
     ids: tuple[str, ...] = ()  # name of each item, by which two sources are compared; empty for none
     num_independent: int | None = None  # number of different groups that the user gave, of which several may be joined
 
@@ -33,18 +35,23 @@ class Labels:
         if self.groups is None:
             return items % max(self.num_groups, 1)
         if len(items) and int(items.max()) >= len(self.groups):
-            raise UserError(f"there are only {len(self.groups)} groups; expected one for each row or example")
+            noun = "ids" if len(self.ids) == len(self.groups) else "groups"
+            raise UserError(f"there are only {len(self.groups)} {noun}; expected one for each row or example")
         return self.groups[items]
 
-    @property
-    def digest(self) -> str:
-        """Hash of the ids and groups, or "" without ids. Two sources with the same hash can be compared row by row."""
-        groups = [] if self.groups is None else self.groups.tolist()
-        return hashlib.blake2b(repr((self.ids, groups)).encode()).hexdigest()[:16] if self.ids else ""
+    def digest(self, in_order: bool = False) -> str:
+        """Return a hash of the ids with their groups, or "" without ids. Sources with the same hash can be paired.
+
+        Their items may be in different orders, unless these count (`in_order`), as where only some items are read.
+        """
+        if self.groups is None or not self.ids:
+            return ""
+        items = list(zip(self.ids, self.groups.tolist(), strict=False))
+        return hashlib.blake2b(repr(items if in_order else sorted(items)).encode()).hexdigest()[:16]
 
     def check_length(self, noun: str, num_items: int, is_limited: bool = False) -> None:
         """Raise a `UserError` unless there are a group and an id for each of the items that a source has."""
-        lengths = {"groups": None if self.groups is None else len(self.groups), "ids": len(self.ids) or None}
+        lengths = {"ids": len(self.ids) or None, "groups": None if self.groups is None else len(self.groups)}
         for name, length in lengths.items():
             if length is not None and (length < num_items or (length > num_items and not is_limited)):
                 raise UserError(f"there are {length} {name} for {num_items} {noun}; expected one for each")
@@ -53,16 +60,24 @@ class Labels:
 def make_labels(num_groups: int, groups: "ByCloud | None" = None, ids: "ByCloud | None" = None) -> Labels:
     """Return labels of items. If there are more groups than `num_groups`, several are joined to one.
 
+    Items with ids have the same groups in whatever order they are.
+
     Raises a `UserError` for a single group, for ids that repeat, or for a dictionary.
     """
     id_texts = tuple(map(str, _list("ids", ids) or ()))
     if len(set(id_texts)) < len(id_texts):
-        repeated = next(text for index, text in enumerate(id_texts) if text in id_texts[:index])
+        [(repeated, _)] = Counter(id_texts).most_common(1)
         raise UserError(f"ids has {repeated!r} twice; expected a different id for each")
     values = _list("groups", groups)
+    # Neither the order of the items nor an order in their ids, such as a period, decides on the groups.
+    order = sorted(
+        range(len(id_texts)), key=lambda index: (zlib.crc32(repr(id_texts[index]).encode()), id_texts[index])
+    )
     if values is None:
-        return Labels(num_groups, None, id_texts)
-    index_by_group = {group: index for index, group in enumerate(dict.fromkeys(values))}
+        ranks = torch.tensor(order, dtype=torch.long, device="cpu").argsort()
+        return Labels(num_groups, ranks % max(num_groups, 1) if id_texts else None, id_texts)
+    ordered_values = [values[index] for index in order] if len(order) == len(values) else values
+    index_by_group = {group: index for index, group in enumerate(dict.fromkeys(ordered_values))}
     if num_groups and len(index_by_group) < 2:
         raise UserError("groups are all the same; standard errors need at least 2 groups")
     num_groups = min(num_groups, len(index_by_group))

@@ -18,8 +18,6 @@ from istar.measures.numerics import is_rounding
 
 MIN_EXAMPLES = 4
 """Fewest examples for which CKA is defined."""
-_NUM_GROUPS = 10
-"""Number of groups of examples for the standard error of CKA."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Examples:
     """The first examples that were measured, such as documents, images or rows, and their mean states."""
 
     ids: tuple[str, ...]  # name of each example; geometries are compared at their common ids
-    groups: tuple[str, ...]  # the group of each example, such as its user; the id if each example is its own group
+    groups: tuple[str, ...]  # the group of each example, which standard errors leave out as a whole
     states: Mapping[str, Tensor]  # mean state of each example, `(examples, d)`, float32 on the CPU, by state
 
     def to_bytes(self) -> bytes:
@@ -74,6 +72,8 @@ class Similarity:
 def compare_examples(first_label: str, first: Examples, second_label: str, second: Examples) -> Similarity:
     """Compute CKA of every state of one model with every state of another, over their common examples.
 
+    The standard errors leave out the groups of the first model.
+
     Raises:
         UserError: if fewer than 4 examples have the same id.
     """
@@ -86,15 +86,18 @@ def compare_examples(first_label: str, first: Examples, second_label: str, secon
             f"{shorten(missing[0] if missing else '-', 60)}; CKA needs at least {MIN_EXAMPLES} with equal ids"
         )
     first_rows, second_rows = torch.tensor(pairs, device="cpu").T
+    number_by_group = {group: number for number, group in enumerate(dict.fromkeys(first.groups))}
+    groups = torch.tensor([number_by_group[first.groups[index]] for index, _ in pairs], device="cpu")
+    num_groups = len(groups.unique())
     second_states = {name: states[second_rows] for name, states in second.states.items()}
     values, errors_of_largest = [], []
     for states in first.states.values():
         states = states[first_rows]
         row = [_compute_cka(states, other_states).value for other_states in second_states.values()]
         index = max(range(len(row)), key=lambda index: -math.inf if math.isnan(row[index]) else row[index])
-        most_similar, has_error = list(second_states.values())[index], len(pairs) >= 2 * _NUM_GROUPS
+        most_similar, has_error = list(second_states.values())[index], len(pairs) >= 2 * num_groups >= 4
         values.append(tuple(row))
-        errors_of_largest.append(_compute_cka(states, most_similar, has_error).error)
+        errors_of_largest.append(_compute_cka(states, most_similar, groups if has_error else None).error)
     return Similarity(
         first=first_label,
         second=second_label,
@@ -102,16 +105,18 @@ def compare_examples(first_label: str, first: Examples, second_label: str, secon
         second_taps=tuple(second.states),
         values=tuple(values),
         errors_of_largest=tuple(errors_of_largest),
-        num_groups=_NUM_GROUPS,
+        num_groups=num_groups,
         documents=len(pairs),
     )
 
 
-def _compute_cka(first: Tensor, second: Tensor, has_error: bool = False) -> ValueWithError:
-    """Return CKA, with its standard error if `has_error`; NaN where `cka` is undefined, or states are constant."""
+def _compute_cka(first: Tensor, second: Tensor, groups: Tensor | None = None) -> ValueWithError:
+    """Return CKA, with its standard error if groups are given; NaN where `cka` is undefined, or states are constant."""
     if any(is_rounding(x.double().var(0).sum(), x.double().mean(0).square().sum()) for x in (first, second)):
         return ValueWithError(math.nan, math.nan)
     try:
-        return cka_with_error(first, second, _NUM_GROUPS) if has_error else ValueWithError(cka(first, second), math.nan)
+        if groups is None:
+            return ValueWithError(cka(first, second), math.nan)
+        return cka_with_error(first, second, groups)
     except UserError:
         return ValueWithError(math.nan, math.nan)

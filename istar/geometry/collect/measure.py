@@ -223,11 +223,12 @@ def _run_pass(stream: Stream, plan: TextPass, console: Console | None) -> dict[s
     except NonFiniteError as error:
         if plan.model.dtype != "float16":
             raise
-        raise NonFiniteError(f"{error}; float16 ends at 65,504: choose --dtype float32 or bf16") from error
+        raise NonFiniteError(f"{error}; float16 ends at 65,504: choose the dtype float32 or bf16") from error
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise UserError(
-            f"the pass does not fit into memory ({shorten(error)}); lower --batch-tokens, --groups or --sample, leave "
-            "out IntraSim with --no-intra, or give the weights less memory by --device-map auto and --max-memory"
+            f"the pass does not fit into memory ({shorten(error)}); lower batch_tokens or sample; istar "
+            "measure can also have fewer --groups, leave out IntraSim by --no-intra, and give the weights less memory "
+            "by --device-map auto and --max-memory"
         ) from error
 
 
@@ -246,5 +247,5 @@ def _count_rows(
 def _resolve_length(settings: MeasureSettings, model: PreTrainedModel) -> MeasureSettings:
     max_length = find_max_input_length(model.config)
     if max_length is not None and settings.length > max_length:
-        raise UserError(f"--length {settings.length} is too long; the model takes at most {max_length} tokens")
+        raise UserError(f"length={settings.length} is too long; the model takes at most {max_length} tokens")
     return replace(settings, length=settings.length or min(max_length or _MAX_DEFAULT_LENGTH, _MAX_DEFAULT_LENGTH))

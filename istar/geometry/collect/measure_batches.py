@@ -162,6 +162,7 @@ def measure_batches(
             if limit is not None and num_rows >= limit:
                 break
     labels.check_length("examples", num_seen, limit is not None)
+    digest = labels.digest(in_order=limit is not None)
     statistics = sums.finish()
     summary = summarize_source(statistics)
     dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
@@ -173,10 +174,10 @@ def measure_batches(
         settings={**asdict(settings), "special_tokens": reader.special_tokens},
         matrices={},
         final_norm=measure_final_norm(reader.norm, len(summary["spectra"][FINAL_NORM]["raw"])) if reader.norm else None,
-        text_hashes={BATCHES: labels.digest} if labels.ids else {},
+        text_hashes={BATCHES: digest} if digest else {},
         groups=dict.fromkeys(statistics.layers, labels.num_independent or num_seen),
         seconds=time.monotonic() - start,
         kind="places",
         **arrange_by_source({BATCHES: summary}),
     )
-    return Collected(measurements, join_examples({labels.digest or BATCHES: summary["examples"]}, labels))
+    return Collected(measurements, join_examples({digest or BATCHES: summary["examples"]}, labels))

@@ -143,7 +143,11 @@ def measure_clouds(
         settings={**asdict(settings), "groups": num_groups, "source": source},
         matrices={},
         final_norm=None,
-        text_hashes={name: cloud_labels.digest for name, cloud_labels in labels.items() if cloud_labels.ids},
+        text_hashes={
+            name: cloud_labels.digest(in_order=settings.limit is not None)
+            for name, cloud_labels in labels.items()
+            if cloud_labels.ids
+        },
         groups={
             name: labels[name].num_independent or int(measures["points"])
             for name, measures in summary["sources"].items()
@@ -153,7 +157,7 @@ def measure_clouds(
         kind="points",
         **arrange_by_source({CLOUDS: summary}),
     )
-    digests = {cloud_labels.digest for cloud_labels in labels.values()}
+    digests = {cloud_labels.digest(in_order=True) for cloud_labels in labels.values()}
     if "" in digests or len(digests) > 1:
         return Collected(measurements)
     return Collected(measurements, join_examples({CLOUDS: summary["examples"]}, labels[clouds[0].name]))

@@ -52,9 +52,7 @@ class OtherModelError(UserError):
     """Raised for an output folder that contains the measures of another model."""
 
     def __init__(self, out: Path, earlier: ModelName, new: ModelName) -> None:
-        super().__init__(
-            f"{out} holds the measures of {earlier}, not of {new}; expected another folder: --out <folder>"
-        )
+        super().__init__(f"{out} holds the measures of {earlier}, not of {new}; expected another folder")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Measurements:
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
     # `matrices.summarize_rows` of each embedding matrix, and `counts`, how often each token occurs in the texts.
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.Reading`.
+    # How much of each text, and of `combined`, was read and how long that took: fields of `corpus.ReadCounts`.
     readings: dict[str, dict[str, float]] = field(default_factory=dict)
     # Time from loading the model to the last measure, including interrupted calls; None for unknown.
     seconds: float | None = None

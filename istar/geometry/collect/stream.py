@@ -113,7 +113,7 @@ class Stream:
                 statistics = self._read_source(source, source_index, progress)
                 num_tokens, limit = self.readings[source.name].tokens, self.settings.limit
                 if console is not None and limit is not None and num_tokens < limit:
-                    line = f"{source.name} has {num_tokens:,} tokens, fewer than --max-tokens {limit:,}"
+                    line = f"{source.name} has {num_tokens:,} tokens, fewer than the limit of {limit:,}"
                     console.print(line, highlight=False, soft_wrap=True)
                 if self._rank == 0:
                     results[source.name] = summarize(statistics)

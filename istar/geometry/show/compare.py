@@ -20,8 +20,8 @@ SUMMARY_MEASURES = tuple(measure.name for measure in MEASURES if measure.summary
 """Measures of the last layer that the table of all models shows."""
 _TOKEN_SETTINGS = ("limit", "documents", "special_tokens", "shuffle_buffer")
 """Settings of `istar measure` that decide which tokens are measured."""
-SETTING_NAMES = {"limit": "max_tokens", "intra": "intra_sim"}
-"""Names on pages, after the options, of settings with other names in `measures.json`."""
+SETTING_NAMES = {"intra": "intra_sim"}
+"""Names on pages of settings with other names in `measures.json`."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def describe_other_settings(models: Sequence[MeasuredModel]) -> list[str]:
     first = models[0]
     for other in models[1:]:
         first_settings, settings = first.measurements.settings, other.measurements.settings
-        # The texts are compared by their content, and the size of batches changes no measure.
-        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "batch_tokens"})
+        # The texts are compared by their content, the source is what is compared, and batches change no measure.
+        names = sorted((first_settings.keys() | settings.keys()) - {"texts", "source", "batch_tokens"})
         changes = "; ".join(
             f"{SETTING_NAMES.get(name, name)} {settings.get(name)} instead of {first_settings.get(name)}"
             for name in names
@@ -215,7 +215,7 @@ def explain_no_differences(first: MeasuredModel, other: MeasuredModel) -> str:
     for model in (first, other):
         if not model.has_errors:
             return (
-                f"{sentence_start}{model.label} has no standard errors; measure it with --groups over at least as many "
+                f"{sentence_start}{model.label} has no standard errors; measure it with groups, over at least as many "
                 f"{model.words['examples']} as groups."
             )
     return ""

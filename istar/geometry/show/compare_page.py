@@ -283,7 +283,9 @@ def _explain_missing_panels(plot: Plot) -> str:
     missing = ", ".join(model_figures.find_missing_measures(plot))
     if plot.panels and not missing:
         return ""
-    text = TEXTS["missing"].get(plot.name, "Not measured, which may need --measures all, or not defined in any layer")
+    text = TEXTS["missing"].get(
+        plot.name, "Not measured, which may need the setting measures=all, or not defined in any layer"
+    )
     return f"{text}: {missing}." if missing else f"{text}."
 
 
@@ -303,7 +305,7 @@ def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
     names |= set().union(*(forms["raw"] for model in models for forms in model.measurements.matrices.values()))
     return [
         f"{measure.title}, {measure.range}: {measure.formula}; {measure.convention}. Blind to {measure.blind_to}."
-        + (f" {measure.paper}." if measure.paper else "")
+        + (f" {measure.paper[0].upper()}{measure.paper[1:]}." if measure.paper else "")
         for measure in MEASURES
         if measure.name in names or not models
     ]

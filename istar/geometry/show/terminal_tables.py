@@ -13,18 +13,20 @@ from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show.compare import SUMMARY_MEASURES, TEXTS, MeasuredModel, describe_points
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_tables import build_model_sheet, build_training_sheet
+from istar.measures.catalogue import find_measure
 from istar.models.saved_checkpoints import Checkpoint
 from istar.runs.labels import shorten_model_name
 
-HEADERS = {
-    "isoscore": "IsoScore",
-    "isoscore_unbiased": "unbiased",
-    "inter_sim": "InterSim",
-    "intra_sim": "IntraSim",
-    "two_nn": "TwoNN",
-    "average_norm": "norm",
-    "effective_rank": "rank",
-}
+_MAIN_MEASURES = (
+    "isoscore",
+    "isoscore_unbiased",
+    "inter_sim",
+    "intra_sim",
+    "two_nn",
+    "average_norm",
+    "effective_rank",
+)
+HEADERS = {name: find_measure(name).header for name in _MAIN_MEASURES}
 """Headers of the measures in the terminal table."""
 _MAX_COLUMNS = 7
 """Most columns of numbers that fit into a line of 80 characters."""

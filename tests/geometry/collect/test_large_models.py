@@ -154,5 +154,5 @@ def test_a_pass_that_runs_out_of_memory_says_what_to_lower(folder: Path, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(Layer, "update", run_out_of_memory)
-    with pytest.raises(UserError, match=r"does not fit into memory \(CUDA out of memory.*lower --batch-tokens"):
+    with pytest.raises(UserError, match=r"does not fit into memory \(CUDA out of memory.*lower batch_tokens"):
         measure_folder(folder, "none")

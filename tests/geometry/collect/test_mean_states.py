@@ -78,6 +78,17 @@ def test_similarity_of_all_layers() -> None:
     assert similarity.num_groups == 10
 
 
+def test_the_error_leaves_out_the_groups_of_the_examples() -> None:
+    """Each document occurs twice, and the groups of the user are two halves; the default has ten groups."""
+    texts = [text for text in make_documents(20) for _ in range(2)]
+    first, second = (read_examples(make_encoder(seed), texts, groups=[i // 20 for i in range(40)]) for seed in (0, 1))
+    similarity = compare_examples("first", first, "second", second)
+    assert similarity.num_groups == 2
+    states, other_states = first.states["layer_2"], list(second.states.values())[np.argmax(similarity.values[2])]
+    halves = [cka(states[rows], other_states[rows]) for rows in (slice(20), slice(20, 40))]
+    assert similarity.errors_of_largest[2] == pytest.approx(np.sqrt(np.var(halves)), rel=1e-6)
+
+
 def test_few_documents_give_no_standard_error() -> None:
     models = [make_encoder(0)] * 2
     for num_documents in (19, 20):

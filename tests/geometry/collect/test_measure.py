@@ -61,7 +61,7 @@ def test_the_length_is_limited_by_absolute_positions(config: Any, max_length: in
     assert measure._resolve_length(MeasureSettings(length), model).length == length
     assert measure._resolve_length(MeasureSettings(0), model).length == min(length, 512)
     if max_length:
-        with pytest.raises(UserError, match=rf"--length {length + 1} is too long; .* at most {length} tok"):
+        with pytest.raises(UserError, match=rf"length={length + 1} is too long; .* at most {length} tok"):
             measure._resolve_length(MeasureSettings(length + 1), model)
 
 

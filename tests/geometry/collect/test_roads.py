@@ -211,7 +211,7 @@ def test_equal_ids_pair_two_clouds() -> None:
         (make_cloud(), None, {"sample": "all"}, "sample='all' is a str; expected a whole number"),
         (make_cloud(), None, {"seed": None}, "seed=None is a NoneType; expected a whole number"),
         (nn.Linear(2, 2), {"x": torch.ones(4, 2)}, {}, "the inputs are a single batch; expected batches"),
-        (make_cloud(), None, {"ids": ["a"]}, "there are 1 ids for 1000 rows of points; expected one for each"),
+        (make_cloud(), None, {"ids": ["a"]}, "there are only 1 ids; expected one for each row or example"),
         (torch.ones(9, 3), None, {}, "points: all 9 rows are equal; expected points that differ"),
         (make_cloud(3), None, {}, "points: 3 points are too few; expected 4 or more"),
         (nn.Linear(2, 2), None, {}, "a model needs texts or batches: istar.measure"),

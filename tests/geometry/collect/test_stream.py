@@ -509,7 +509,7 @@ def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, mo
         assert bool(warnings) == is_warned
         if is_warned:
             assert "isoscore" in warnings[0]
-            assert warnings[0].rstrip().endswith("choose fewer --groups")
+            assert warnings[0].rstrip().endswith("choose fewer groups")
 
 
 def test_positions_are_those_in_the_input(source: Source) -> None:

@@ -214,8 +214,7 @@ def test_checkpoints_of_another_place_are_accepted_if_they_are_the_same(
     capsys.readouterr()
     assert measure_checkpoints(tmp_path, other.parent / "*", text) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: {tmp_path}/out/step1 holds the measures of {moved}/step1, not of {other}; expected another folder: "
-        "--out <folder>"
+        f"error: {tmp_path}/out/step1 holds the measures of {moved}/step1, not of {other}; expected another folder"
     )
     assert measured_names == ["step1", "step2"]
     assert (tmp_path / "out" / "trajectory.csv").read_bytes() == table
@@ -482,7 +481,7 @@ def test_another_model_is_refused(tmp_path: Path, folder: Path, text: Path, caps
     arguments = ["--checkpoints", str(folder / "step2"), "--text", str(text), "--length", "16", "--device", "cpu"]
     assert main(["measure", "large", *arguments, "--out", str(out)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: {out} holds the measures of tiny, not of large; expected another folder: --out <folder>"
+        f"error: {out} holds the measures of tiny, not of large; expected another folder"
     )
     assert (out / "trajectory.csv").read_bytes() == table_before
 

@@ -9,7 +9,7 @@ from istar.errors import UserError
 from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 from istar.models.saved_checkpoints import parse_models
-from tests.geometry.synthetic import make_measurements
+from tests.geometry.synthetic import make_measurements, make_points
 
 
 def label(*models: tuple[str, str, str | None], given: str = "") -> list[str]:
@@ -34,9 +34,11 @@ def test_other_texts_and_settings_are_pointed_out_in_one_sentence_for_all_models
     same = replace(first, settings={**settings, "texts": {"b": "b.txt"}, "batch_tokens": 64}, text_hashes={"b": "01"})
     models = [MeasuredModel("first", first), MeasuredModel("same", same)]
     assert compare.describe_other_settings(models) == []
+    files = [make_points(["a"], settings={"source": source, "seed": 0}) for source in ("a.npy", "b.npy")]
+    assert compare.describe_other_settings([MeasuredModel("file", measured) for measured in files]) == []
     other = replace(first, settings={**settings, "limit": 99}, text_hashes={"other": "23"})
     models += [MeasuredModel(name, other) for name in "abc"]
     assert compare.describe_other_settings(models) == [
         "a, b and c were measured over other texts than first.",
-        "a, b and c were measured with other settings than first: max_tokens 99 instead of None.",
+        "a, b and c were measured with other settings than first: limit 99 instead of None.",
     ]

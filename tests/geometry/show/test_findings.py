@@ -64,7 +64,7 @@ UNUSUAL = {
     "average_norm": ({"average_norm": 120.0}, "The average norm is 12 times as large in layer 2 as in the layer"),
     "largest_kurtosis": ({"largest_kurtosis": 2_345.0}, "A dimension of layer 2 .* its excess kurtosis is 2,345."),
     "sample_inter_sim_without_top_5": ({"sample_inter_sim_without_top_5": 0.1}, "Five .* from 0.50 to 0.10."),
-    "outlier_dimensions": ({"outlier_dimensions": 3.0}, "In 3 of the dimensions of layer 2, the mean is more than 5"),
+    "outlier_dimensions": ({"outlier_dimensions": 3.0}, "In 3 of 24 dimensions of layer 2, the mean is more than 5"),
     "massive_activations": (
         {"massive_activations": 4.0, "largest_activation_ratio": 2_000.0}, "Layer 2 .* 2,000 times the median magnitude"
     ),

@@ -184,7 +184,7 @@ def test_with_a_limit_the_groups_must_have_the_same_tokens() -> None:
         ),
         (
             {"error": math.nan},
-            "other has no standard errors; measure it with --groups over at least as many documents as groups.",
+            "other has no standard errors; measure it with groups, over at least as many documents as groups.",
         ),
     ],
 )
