@@ -11,7 +11,7 @@ monitor reads every 50th step by default.
 
 import argparse
 import time
-from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -79,8 +79,8 @@ def make_table(shape: str, options: argparse.Namespace) -> Table:
             monitors[name].step()
 
     names = [PEER, BETWEEN, *READINGS]
-    calls: dict[str, Callable[[], object]] = {name: lambda name=name: run(name) for name in names}
-    preparations: dict[str, Callable[[], object]] = {name: lambda name=name: prepare(name) for name in names}
+    calls = {name: partial(run, name) for name in names}
+    preparations = {name: partial(prepare, name) for name in names}
     clock = time.process_time if options.processor_time else time.perf_counter
     seconds = time_in_rotation(calls, options.rounds, options.device, clock, preparations)
     title = f"{shape}, float32, {options.real:.0%} real tokens, {options.device}, {options.rounds} rounds"

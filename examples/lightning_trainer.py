@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
 import istar  # istar
-from istar.integrations.lightning import IsotropyCallback, PenaltyCallback  # istar
+from istar.integrations.lightning import MonitorCallback, PenaltyCallback  # istar
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="google-bert/bert-base-cased", help="name on the hub, or folder")
@@ -47,9 +47,9 @@ loader = DataLoader(data["train"], batch_size=32, shuffle=True, collate_fn=colla
 validation_loader = DataLoader(data["validation"], batch_size=32, collate_fn=collator)
 
 penalty = PenaltyCallback(istar.IStar(weight=options.weight, zeta=0.4))  # istar
-callbacks = [penalty, IsotropyCallback(layers="last")]  # istar
+watch = MonitorCallback(probe=8, measures=["isoscore", "inter_sim"])  # istar
 trainer = lightning.Trainer(
-    max_epochs=options.epochs, devices=1, callbacks=callbacks, log_every_n_steps=10, enable_checkpointing=False
+    max_epochs=options.epochs, devices=1, callbacks=[penalty, watch], log_every_n_steps=10, enable_checkpointing=False
 )
 trainer.fit(Classifier(penalty), loader, validation_loader)
-print(f"IsoScore of the last layer: {trainer.callback_metrics['val/isoscore']:.4f}")
+print(f"IsoScore of the last layer: {trainer.callback_metrics[f'val/{watch.monitor.states[-1]}/isoscore']:.4f}")

@@ -6,7 +6,7 @@ from datasets import load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 import istar  # istar
-from istar.integrations.transformers import IsotropyCallback, PenaltyTrainer  # istar
+from istar.integrations.transformers import MonitorCallback, PenaltyTrainer  # istar
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="google-bert/bert-base-cased", help="name on the hub, or folder")
@@ -36,6 +36,7 @@ trainer = PenaltyTrainer(  # istar: instead of Trainer
     processing_class=tokenizer,
     penalty=istar.IStar(weight=options.weight, zeta=0.4),  # istar
 )
-trainer.add_callback(IsotropyCallback(trainer, layers="last"))  # istar
+watch = MonitorCallback(trainer, probe=8, measures=["isoscore", "inter_sim"])  # istar
+trainer.add_callback(watch)  # istar
 trainer.train()
-print(f"IsoScore of the last layer: {trainer.evaluate()['eval_isoscore']:.4f}")
+print(f"IsoScore of the last layer: {trainer.evaluate()[f'eval_{watch.monitor.states[-1]}_isoscore']:.4f}")

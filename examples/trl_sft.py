@@ -6,7 +6,7 @@ from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
 import istar  # istar
-from istar.integrations.transformers import IsotropyCallback, PenaltyMixin  # istar
+from istar.integrations.transformers import MonitorCallback, PenaltyMixin  # istar
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", default="EleutherAI/pythia-70m-deduped", help="name on the hub, or folder")
@@ -42,6 +42,7 @@ trainer = PenaltySFTTrainer(  # istar: instead of SFTTrainer
     eval_dataset=data["validation"],
     penalty=istar.IStar(weight=options.weight, zeta=0.4),  # istar
 )
-trainer.add_callback(IsotropyCallback(trainer, layers="last"))  # istar
+watch = MonitorCallback(trainer, probe=8, measures=["isoscore", "inter_sim"])  # istar
+trainer.add_callback(watch)  # istar
 trainer.train()
-print(f"IsoScore of the last layer: {trainer.evaluate()['eval_isoscore']:.4f}")
+print(f"IsoScore of the last layer: {trainer.evaluate()[f'eval_{watch.monitor.states[-1]}_isoscore']:.4f}")

@@ -259,7 +259,7 @@ def test_nobody_asks_for_the_type_of_a_penalty() -> None:
     assert questions == []
 
 
-SHARED_NAMES = {"run", "main", "load", "log", "T", "PenaltyCallback", "IsotropyCallback"}
+SHARED_NAMES = {"run", "main", "load", "log", "T", "PenaltyCallback", "MonitorCallback"}
 """Names of one role in several modules: parts of a command, entry points, and callbacks of a library."""
 
 

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     model_arguments = saved_checkpoints.parse_models(options.models)
     if len(model_arguments) < 2:
         raise UserError("a comparison needs two models or more; give their names, or folders of istar measure")
-    if any(Path(argument.name, measures_file.TRAJECTORY_FILE).is_file() for argument in model_arguments):
+    if any(measured_training.find_trajectory(argument.name) for argument in model_arguments):
         _compare_trajectories(options, model_arguments)
         return
     sources = _parse_texts(options.text)

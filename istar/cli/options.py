@@ -160,7 +160,7 @@ def _add_measure_options(parser: argparse.ArgumentParser) -> None:
 def _add_compare_options(parser: argparse.ArgumentParser) -> None:
     models_help = (
         f"{_MODEL_HELP}, or a folder of istar measure; two or more; or only folders of istar measure "
-        "--revisions or --checkpoints, which are compared over their training"
+        "--revisions or --checkpoints and files of istar.Monitor, which are compared over their training"
     )
     parser.add_argument("models", nargs="+", metavar="model", help=models_help)
     _add_measuring_options(parser)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from istar.geometry.show.compare import (
     describe_other_settings,
     pair_layers,
 )
+from istar.geometry.show.measured_training import MeasuredTraining, list_last_checkpoints
 from istar.geometry.show.model_figures import MEASURE_TITLES
 
 if TYPE_CHECKING:
@@ -41,10 +42,12 @@ class Comparison:
     Args:
         models: the geometries with their labels; the first is the one that the others are compared with.
         similarities: CKA of all pairs of states, for each pair of geometries that has common examples.
+        trainings: the trainings, if all geometries are of one; the models are then their last measures.
     """
 
     models: tuple[MeasuredModel, ...]
     similarities: tuple[Similarity, ...] = ()
+    trainings: tuple[MeasuredTraining, ...] = ()
 
     @cached_property
     def _table(self) -> pd.DataFrame:
@@ -82,6 +85,8 @@ class Comparison:
     @cached_property
     def findings(self) -> tuple[str, ...]:
         """Sentences on the largest differences and unusual values, on other settings, and on the intervals."""
+        if self.trainings:
+            return tuple(findings.describe_findings(list_last_checkpoints(self.trainings), self.trainings))
         return (
             *findings.describe_findings(self.models),
             *describe_other_settings(self.models),
@@ -89,11 +94,14 @@ class Comparison:
         )
 
     def plot(self, *measures: str) -> Figure:
-        """Draw a panel for each measure, with a line for each geometry over the relative depth; see `Geometry.plot`."""
-        return draw_measures(self.models, measures)
+        """Draw a panel for each measure, with a line for each geometry over the relative depth; see `Geometry.plot`.
+
+        Trainings have lines over the steps: of the last layer, of the state after a final norm, and of embeddings.
+        """
+        return draw_measures(self.models, measures, self.trainings)
 
     def save(self, folder: str | Path) -> Path:
-        """Write what `istar compare` writes: index.html with its figures and tables, and comparison.csv.
+        """Write what `istar compare` writes: index.html with its figures and tables, and the measures as CSV.
 
         Returns:
             The path of the page.
@@ -101,6 +109,8 @@ class Comparison:
         Raises:
             UserError: if the folder cannot be written, or has files of another origin in their places.
         """
+        if self.trainings:
+            return compare_page.write_trainings(self.trainings, Path(folder))
         return compare_page.write_comparison(self.models, Path(folder), self.similarities)
 
     @property
@@ -135,7 +145,8 @@ def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: b
     >>> comparison.table.query("measure == 'isoscore'")  # doctest: +SKIP
 
     Args:
-        geometries: by label, as objects or as the folders of `istar measure`. Measure models first.
+        geometries: by label, as objects, as the folders of `istar measure`, or as the files of `istar.Monitor`. Measure
+            models first.
         similarity: whether to compute CKA of the mean states of the examples with equal ids, for every state with every
             state of each pair. None: where examples were kept and at least 4 ids are equal.
 
@@ -169,7 +180,11 @@ def compare(geometries: Mapping[str, Geometry | str | Path], /, *, similarity: b
             names = ", ".join(loaded[model.label].states)
             raise UserError(f"{model.label} ({names}) has no state of {models[0].label}; expected equal names")
     pairs = itertools.combinations(loaded.items(), 2)
-    return Comparison(models, tuple(_compare_examples(pairs, similarity)) if similarity is not False else ())
+    similarities = tuple(_compare_examples(pairs, similarity)) if similarity is not False else ()
+    trainings = [
+        replace(geometry.training, label=label) for label, geometry in loaded.items() if geometry.training is not None
+    ]
+    return Comparison(models, similarities, tuple(trainings) if len(trainings) == len(models) else ())
 
 
 def _compare_examples(

@@ -25,17 +25,18 @@ from istar.geometry.collect.measures_file import (
 )
 from istar.geometry.show import axis_figures, compare_page, findings, model_figures, terminal_tables
 from istar.geometry.show.compare import SUMMARY_MEASURES, MeasuredModel, describe_points, name_measured
-from istar.geometry.show.measured_training import MeasuredTraining, read_trainings
+from istar.geometry.show.measured_training import MeasuredTraining, read_trainings, summarize_last_reading
 from istar.geometry.show.model_tables import number_with_interval
 from istar.measures.catalogue import MEASURES, find_measure, suggest_measure
 from istar.models.saved_checkpoints import ModelArgument
+from istar.runs.names import GRADIENT_NORM
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from istar.geometry.collect.mean_states import Examples
 
-_COLUMNS = [measure.name for measure in MEASURES if measure.subject == "layers"]
+_COLUMNS = [*(measure.name for measure in MEASURES if measure.subject == "layers"), GRADIENT_NORM]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,8 +83,10 @@ class Geometry:
             )
         keys = ["step"] if self.training is not None else []
         keys += ["text", "state"] if rows["text"].nunique() > 1 else ["state"]
-        names = [name for name in _COLUMNS if name in rows]
-        columns = sorted(names, key=lambda name: name.endswith("_error"))  # the sort is stable
+        names = dict.fromkeys([*_COLUMNS, *(f"{name}_error" for name in _COLUMNS)])
+        columns = sorted(
+            (name for name in names if name in rows), key=lambda name: name.endswith("_error")
+        )  # the sort is stable
         return rows.set_index(keys)[columns]
 
     @property
@@ -100,7 +103,8 @@ class Geometry:
     def findings(self) -> tuple[str, ...]:
         """At most five sentences on what is unusual, as the page begins with."""
         trainings = [] if self.training is None else [self.training]
-        return tuple(findings.describe_findings([self._model], trainings))
+        models = [] if trainings and not trainings[0].checkpoints else [self._model]
+        return tuple(findings.describe_findings(models, trainings))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -179,7 +183,7 @@ class Geometry:
         Raises:
             UserError: for an unknown measure, one without a finite value, or `"spectrum"` with others.
         """
-        return draw_measures([self._model], measures, self.training)
+        return draw_measures([self._model], measures, [] if self.training is None else [self.training])
 
     def save(self, folder: str | Path, *, examples: bool = False) -> Path:
         """Write what `istar measure` writes: index.html with its figures and tables, measures.csv and measures.json.
@@ -219,9 +223,9 @@ class Geometry:
 
 
 def draw_measures(
-    models: Sequence[MeasuredModel], measures: Sequence[str], training: MeasuredTraining | None = None
+    models: Sequence[MeasuredModel], measures: Sequence[str], trainings: Sequence[MeasuredTraining] = ()
 ) -> Figure:
-    """Draw measures of models, or at the checkpoints of a training; see `Geometry.plot`."""
+    """Draw measures of models, or of trainings over their steps; see `Geometry.plot`."""
     from istar.drawing import rendering  # loads matplotlib
 
     if "spectrum" in measures:
@@ -231,10 +235,12 @@ def draw_measures(
         if not spectra.panels:
             raise UserError("there is no spectrum with finite values; expected another measure")
         return rendering.draw(spectra)
-    axis = axis_figures.make_layer_axis(models) if training is None else axis_figures.make_step_axis([training])
+    axis = axis_figures.make_step_axis(trainings) if trainings else axis_figures.make_layer_axis(models)
     width = max(model.measurements.width for model in models)
     panels = []
-    for name in measures or [name for name in SUMMARY_MEASURES if name in axis.points]:
+    has_few = any(training.is_monitored for training in trainings)
+    defaults = model_figures.MEASURE_TITLES if has_few else SUMMARY_MEASURES
+    for name in measures or [name for name in defaults if name in axis.points]:
         panel = axis_figures.make_axis_panels(axis, find_measure(name), width)
         if not panel and measures:
             raise UserError(f"{name} has no finite value; expected another measure")
@@ -251,29 +257,31 @@ def make_html(title: str, frame: pd.DataFrame, notes: Iterable[str]) -> str:
 
 
 def load(path: str | Path) -> Geometry:
-    """Return what `Geometry.save` or `istar measure` wrote to a folder.
+    """Return what `Geometry.save` or `istar measure` wrote to a folder, or `Monitor.save` to a file.
 
-    A folder with the checkpoints of a training gives a table with the index `step`, `state`. `istar.load_runs` reads
-    training runs.
+    A folder with the checkpoints of a training, and the file of a monitor, give a table with the index `step`, `state`.
+    `istar.load_runs` reads training runs.
 
     >>> import istar
     >>> geometry = istar.load("geometry")  # doctest: +SKIP
     >>> geometry.table.loc["layer_3", "isoscore"]  # doctest: +SKIP
 
     Args:
-        path: the folder, or its measures.json.
+        path: the folder or its measures.json, or the CSV file of a monitor.
 
     Raises:
         UserError: if there are no measures, a file is damaged, or it has another version.
     """
     folder = Path(path).parent if Path(path).name == JSON_FILE else Path(path)
-    if folder.is_file():
+    if folder.is_file() and folder.suffix != ".csv":
         raise UserError(
-            f"{folder} is a file; expected a folder of istar measure or Geometry.save; istar.measure reads files of "
-            "vectors"
+            f"{folder} is a file; expected a folder of istar measure or Geometry.save, or a CSV file of a monitor; "
+            "istar.measure reads files of vectors"
         )
-    if (folder / TRAJECTORY_FILE).is_file() and not (folder / JSON_FILE).is_file():
+    if folder.suffix == ".csv" or ((folder / TRAJECTORY_FILE).is_file() and not (folder / JSON_FILE).is_file()):
         [training] = read_trainings([ModelArgument("", str(folder))])
+        if training.is_monitored:
+            return Geometry(summarize_last_reading(training), training=training)
         if not training.checkpoints:
             raise UserError(f"{folder} lacks the folders of its first or last checkpoint; measure the training again")
         return Geometry(training.checkpoints[-1].measurements, training=training)

@@ -1,1 +1,1 @@
-"""Integrations of the penalties with the trainers of other libraries; each module imports only its own library."""
+"""Penalties and the monitor in the trainers of other libraries; each module imports only its own library."""

@@ -1,23 +1,22 @@
-"""Lightning callbacks that attach a penalty to a LightningModule, and that measure its hidden states in validation."""
+"""Lightning callbacks that attach a penalty to a LightningModule, and that watch the geometry of its states."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from istar.errors import UserError, check_one_of
+from istar.errors import UserError
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
-from istar.hidden_states.reader import HiddenStateReader
 from istar.integrations.loaders import iterate_in_new_order
-from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums, sum_all_points
-from istar.regularizers import Penalty, Points
-from istar.regularizers.points import ALL_POINTS, Layers, Tokens
+from istar.integrations.monitor_owner import MonitorOptions, MonitorOwner, Probe, describe_reading
+from istar.regularizers import Penalty
 
 FindModel = str | Callable[[L.LightningModule], nn.Module]
 """Name of a LightningModule's attribute with the model, or a function that returns the model for a LightningModule."""
@@ -181,7 +180,7 @@ class PenaltyCallback(L.Callback):
 
     def _iterate_covariance_batches(self, trainer: L.Trainer, step: int) -> Iterator[Any]:
         loader = trainer.train_dataloader if self.loader is None else self.loader
-        if self.loader is None and isinstance(loader, Mapping | list | tuple | CombinedLoader):
+        if self.loader is None and has_several_loaders(loader):
             raise UserError("there are several train dataloaders; name one for Sigma_S: PenaltyCallback(loader=...)")
         for batch in iterate_in_new_order(loader, step):
             yield trainer.precision_plugin.convert_input(batch)
@@ -212,84 +211,108 @@ def _measure_progress(trainer: L.Trainer, step: int) -> tuple[int, int]:
     return max(limits, key=lambda limit: (limit[0] / limit[1], -limit[1]))
 
 
-class IsotropyCallback(L.Callback):
-    """Measures the hidden states of each validation set, and logs for example `val/isoscore`.
+class MonitorCallback(MonitorOwner, L.Callback):
+    """Watches the geometry of the states while a LightningModule trains, with an `istar.Monitor`.
 
-        trainer = L.Trainer(callbacks=[IsotropyCallback(measures=["isoscore", "inter_sim"])])
-        trainer.validate(module, loader)  # before training
-        trainer.fit(module, loader, loader)
+        trainer = L.Trainer(callbacks=[MonitorCallback(every=50)])
+        trainer.fit(module, loader)
 
-    The points are the tokens of all validation sets in all chosen layers together. They are read in `validation_step`,
-    without additional forward passes. Several processes measure their points together. Lightning's sampler repeats some
-    examples so that all processes have equally many; repeated examples count twice. An undefined measure is NaN.
+    Each reading is sent to all loggers under the names of `Reading.flatten`, such as `geometry/layer_6/inter_sim`, and
+    its step is the number of optimizer steps before it. One line is printed for a reading. In manual optimization, a
+    batch with steps of several optimizers counts once in `every`.
+
+    An alarm with `action="stop"` warns, and ends the training as early stopping does, not before `min_epochs` and
+    `min_steps`. Checkpoints contain the readings, so that a resumed training has those of an undisturbed one.
+
+    With a probe, each validation also measures these batches, and logs the measures as `val/<state>/<measure>`, for
+    example `val/layer_6/isoscore_unbiased`, and as `val/<measure>` their mean over the layers. `ModelCheckpoint` and
+    `EarlyStopping` can monitor one. A validation outside of `fit` is measured, too, and the sanity check is not.
 
     Args:
-        measures: names from `istar.measures.layer_sums.TRAINING_MEASURES`.
         model: see `FindModel`.
-        layers: as in `istar.IStar`: the states that a penalty on these layers reads.
-        points: as in `istar.PenaltySettings`.
-        suffix: appended to the logged names; several callbacks of one trainer need different ones.
+        probe: number of batches from the beginning of the validation set, in each process, or batches for the model, or
+            None. A LightningModule whose batches are not arguments of its model needs batches.
+        options: arguments of `istar.Monitor`; see `istar.integrations.monitor_owner.MonitorOptions`.
+
+    Attributes:
+        monitor: the monitor of the latest training or validation. It is closed at the end, and its readings stay.
+
+    Raises:
+        UserError: for an unknown option. When training begins, for other mistakes in the options, and for a model that
+            is not found or cannot be watched. In a validation, if the model does not take the batches of the probe.
     """
 
-    def __init__(
-        self,
-        measures: Sequence[str] = ("isoscore",),
-        model: FindModel = "model",
-        layers: Layers = "all",
-        points: Points = ALL_POINTS,
-        suffix: str = "",
+    def __init__(self, model: FindModel = "model", *, probe: Probe = None, **options: Unpack[MonitorOptions]) -> None:
+        super().__init__(probe, **options)
+        self.model = model
+        self._loaded_state: dict[str, Any] = {}
+        # Number of optimizer steps that the monitor knows of.
+        self._global_step = 0
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Create the monitor."""
+        if trainer.ckpt_path is None:
+            # A trainer that goes on has the readings of its previous training.
+            goes_on = trainer.global_step > 0 and self.monitor is not None
+            self._loaded_state = self.state_dict() if goes_on else {}
+        self.start_monitor(find_model(pl_module, self.model))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Continue from the steps and the readings of a checkpoint or of a previous training."""
+        assert self.monitor is not None
+        self._global_step = trainer.global_step
+        if self._global_step > 0:
+            self.monitor.load_state_dict(self._loaded_state or {"step": self._global_step, "readings": []})
+        self._loaded_state = {}
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        for measure in measures:
-            check_one_of("measure", measure, TRAINING_MEASURES)
-        self.measures, self.model, self.layers, self.points, self.suffix = measures, model, layers, points, suffix
-        self._sums: LayerSums | None = None
-        self._reader: HiddenStateReader | None = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check the suffixes of all callbacks of the trainer.
-
-        Raises:
-            UserError: if another callback has the same suffix.
-        """
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, IsotropyCallback) and callback is not self and callback.suffix == self.suffix:
-                raise UserError(
-                    f"the trainer has two IsotropyCallbacks with suffix={self.suffix!r}; expected different ones: "
-                    'IsotropyCallback(suffix="_2")'
-                )
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Read the forward passes from now on."""
-        self._sums, model = None, find_model(pl_module, self.model)
-        self._reader = HiddenStateReader(model, self.layers, self._add_points, lambda: True, points=self.points)
+        """Count an optimizer step, report a reading, and end the training after a collapse."""
+        if trainer.global_step == self._global_step:
+            return
+        step_of_reading, self._global_step = self._global_step, trainer.global_step
+        reading, collapse = self.take_step()
+        if reading is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics(reading.flatten(), step=step_of_reading)
+            rank_zero_info(describe_reading(reading, self.measures))
+        if collapse:
+            rank_zero_warn(collapse)
+            trainer.should_stop = True
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the measures.
+        """Measure the probe, and log the measures."""
+        if self.probe is None or trainer.sanity_checking:
+            return
+        loader = trainer.val_dataloaders
+        if isinstance(self.probe, int) and has_several_loaders(loader):
+            raise UserError("there are several validation sets; give the batches of the probe: probe=[...]")
+        batches = (trainer.precision_plugin.convert_input(batch) for batch in self.list_probe_batches(loader))
+        with trainer.precision_plugin.val_step_context():
+            reading = self.measure_probe(find_model(pl_module, self.model), batches)
+        values = self.name_values(reading, "/")
+        pl_module.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
+        rank_zero_info(describe_reading(reading, self.measures))
 
-        Raises:
-            UserError: if `validation_step` did not call the model.
-        """
-        self._remove_reader()
-        sums = sum_all_points(self._sums, pl_module.device)
-        if sums is None:
-            raise UserError(f"validation_step did not call {self.model!r}: IsotropyCallback(model=...) names the model")
-        values = sums.compute_defined(self.measures)
-        pl_module.log_dict({f"val/{name}{self.suffix}": value for name, value in values.items()}, sync_dist=True)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps and the readings; see `istar.Monitor.state_dict`."""
+        return {} if self.monitor is None else self.monitor.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state of a checkpoint until training starts."""
+        self._loaded_state = state_dict
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.close_monitor()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._remove_reader()
+        self.close_monitor()
 
-    def _add_points(self, states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
-        for state in states:
-            points, indices = state.flatten(0, 1), tokens.indices_of(state)
-            self._sums = self._sums or LayerSums(points.shape[-1], points.device)
-            self._sums.update(points if indices is None else points[indices])
-        return []
 
-    def _remove_reader(self) -> None:
-        if self._reader is not None:
-            self._reader.remove()
-            self._reader = None
+def has_several_loaders(loaders: Any) -> bool:
+    """Return whether Lightning was given a collection of dataloaders instead of one."""
+    return isinstance(loaders, Mapping | list | tuple | CombinedLoader)
 
 
 def find_model(pl_module: L.LightningModule, model: FindModel) -> nn.Module:

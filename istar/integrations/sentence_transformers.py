@@ -1,4 +1,4 @@
-"""A sentence-transformers loss that adds a penalty to another loss, and the callback of its trainer."""
+"""A sentence-transformers loss that adds a penalty to another loss, the callback of its trainer, and a monitor."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +16,7 @@ from istar.hidden_states import AttachedPenalty, PenaltySettings, attach
 from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.attached_penalty import HIDDEN_STATES, NUM_POINTS
 from istar.hidden_states.model_layers import find_layers
+from istar.integrations.monitor_callback import MonitorCallback as MonitorCallback
 from istar.integrations.trainer_callback import STATE_FILE, PenaltyCallback, save_penalty
 from istar.regularizers import Penalty, layer_numbers, select_layers
 from istar.regularizers.points import Tokens

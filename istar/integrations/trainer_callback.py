@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import TrainerCallback, TrainingArguments
 
+from istar.errors import UserError
 from istar.files.writing import atomic_write
 from istar.hidden_states import AttachedPenalty
 from istar.integrations.loaders import iterate_in_new_order
@@ -75,3 +76,12 @@ def save_penalty(attached: AttachedPenalty, path: Path, args: TrainingArguments)
     if args.should_save:
         with atomic_write(path) as file:
             file.write(save(state))
+
+
+def refuse_data_parallel(args: TrainingArguments) -> None:
+    """Raise a `UserError` if `Trainer` would use `nn.DataParallel`, whose replicas call hooks at the same time."""
+    if args.n_gpu > 1:
+        raise UserError(
+            "several GPUs are visible to one process, which would use nn.DataParallel; start one process per GPU "
+            "with torchrun or accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES"
+        )

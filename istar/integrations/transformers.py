@@ -1,25 +1,22 @@
-"""Penalties on hidden states for transformers' `Trainer` and its subclasses, such as trl's `SFTTrainer`."""
+"""Penalties and a monitor for transformers' `Trainer` and its subclasses, such as trl's `SFTTrainer`."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from istar.errors import UserError, check_one_of
+from istar.errors import UserError
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
 from istar.hidden_states.model_modes import eval_mode, preserve_rng_states
-from istar.hidden_states.reader import HiddenStateReader
-from istar.integrations.trainer_callback import STATE_FILE, PenaltyCallback, save_penalty
-from istar.measures.layer_sums import TRAINING_MEASURES, LayerSums, sum_all_points
-from istar.regularizers import Penalty, Points
-from istar.regularizers.points import ALL_POINTS, Layers, Tokens
+from istar.integrations.monitor_callback import MonitorCallback as MonitorCallback
+from istar.integrations.trainer_callback import STATE_FILE, PenaltyCallback, refuse_data_parallel, save_penalty
+from istar.regularizers import Penalty
 
 if TYPE_CHECKING:
     _TrainerBase = Trainer
@@ -84,11 +81,7 @@ class PenaltyMixin(_TrainerBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if self.args.n_gpu > 1:
-            raise UserError(
-                "several GPUs are visible to one process, which would use nn.DataParallel; start one process per GPU "
-                "with torchrun or accelerate launch, or make one GPU visible with CUDA_VISIBLE_DEVICES"
-            )
+        refuse_data_parallel(self.args)
         self.penalty = penalty
         self.settings = replace(settings, seed=self.args.seed)
         # None while the penalty is attached to no model.
@@ -245,110 +238,3 @@ class PenaltyMixin(_TrainerBase):
 
 class PenaltyTrainer(PenaltyMixin, Trainer):
     """transformers' `Trainer` with a penalty on hidden states; see `PenaltyMixin` for the arguments."""
-
-
-class IsotropyCallback(TrainerCallback):
-    """Measures the hidden states of each evaluation of any `Trainer`, and logs for example `eval_isoscore`.
-
-        trainer.add_callback(IsotropyCallback(trainer, measures=["isoscore", "inter_sim"]))
-
-    The points are the tokens of the whole evaluation set in all chosen layers together. They are read during the
-    evaluation, without additional forward passes. Several processes give the same values as one: examples that are
-    repeated to give all processes equally many count once, except in padding-free batches. A measure that is not
-    defined, for example because the model has diverged, is NaN. `Trainer.evaluate` and `Trainer.predict` return the
-    values, so that `metric_for_best_model` can name one. With `eval_on_start=True`, the trainer also evaluates before
-    training.
-
-    Args:
-        trainer: the trainer with the evaluations.
-        measures: names from `istar.measures.layer_sums.TRAINING_MEASURES`.
-        layers: as in `istar.IStar`: the states that a penalty on these layers reads.
-        points: as in `istar.PenaltySettings`.
-        suffix: appended to the names of the values; several callbacks of one trainer need different ones.
-
-    Raises:
-        UserError: for an unknown measure, a model that `istar.attach` cannot read, an evaluation of another model, and
-            two callbacks with one suffix.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        measures: Sequence[str] = ("isoscore",),
-        layers: Layers = "all",
-        points: Points = ALL_POINTS,
-        suffix: str = "",
-    ) -> None:
-        for measure in measures:
-            check_one_of("measure", measure, TRAINING_MEASURES)
-        self._trainer: Any = trainer
-        self._measures, self._layers, self._points, self._suffix = measures, layers, points, suffix
-        self._loader: Any = None
-        self._sums: LayerSums | None = None
-        self._reader = self._attach()
-
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the model that is trained, which `model_init` may have made."""
-        self._reader.remove()
-        self._reader = self._attach()
-
-    def on_evaluate(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log the measures, and add them to the metrics."""
-        self._trainer.log(self._add_measures(kwargs["metrics"]))
-
-    def on_predict(self, args: TrainingArguments, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Add the measures to the metrics, which are not logged."""
-        self._add_measures(metrics)
-
-    def _check_suffix(self) -> None:
-        for callback in self._trainer.callback_handler.callbacks:
-            if isinstance(callback, IsotropyCallback) and callback is not self and callback._suffix == self._suffix:
-                raise UserError(
-                    f"the trainer has two IsotropyCallbacks with suffix={self._suffix!r}; expected different ones: "
-                    'IsotropyCallback(suffix="_2")'
-                )
-
-    def _attach(self) -> HiddenStateReader:
-        self._check_suffix()
-        return HiddenStateReader(
-            self._trainer.model, self._layers, self._add_points, self._is_evaluating, points=self._points
-        )
-
-    def _is_evaluating(self) -> bool:
-        loader = self._trainer.callback_handler.eval_dataloader
-        active_loader = self._trainer.accelerator.gradient_state.active_dataloader
-        if torch.is_grad_enabled() or loader is None or loader is not active_loader:
-            return False
-        if loader is not self._loader:
-            # An earlier evaluation may have been interrupted.
-            self._loader, self._sums = loader, None
-        return True
-
-    def _add_points(self, states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
-        loader_state = self._trainer.accelerator.gradient_state
-        num_counted = num_examples = len(states[0])
-        if loader_state.end_of_dataloader and loader_state.remainder > 0:
-            # The last batches of all processes have this number of examples; those after them are repeated.
-            num_counted = max(loader_state.remainder - self._trainer.args.process_index * num_examples, 0)
-        for state in states:
-            points, indices = state.flatten(0, 1), tokens.indices_of(state)
-            if self._sums is None:
-                self._sums = LayerSums(points.shape[-1], points.device)
-            end = num_counted * state.shape[1]
-            self._sums.update(points[:end] if indices is None else points[indices[indices < end]])
-        return []
-
-    def _add_measures(self, metrics: dict[str, float]) -> dict[str, float]:
-        self._check_suffix()
-        sums = sum_all_points(self._sums, self._trainer.args.device)
-        self._sums = None
-        if sums is None:
-            raise UserError(
-                "the evaluation did not run the trainer's model on batches of a dataloader that accelerate has "
-                "prepared: IsotropyCallback needs them; remove it from this trainer"
-            )
-        prefix = next(name.removesuffix("runtime") for name in metrics if name.endswith("_runtime"))
-        values = sums.compute_defined(self._measures)
-        named = {f"{prefix}{name}{self._suffix}": value for name, value in values.items()}
-        metrics.update(named)
-        return named

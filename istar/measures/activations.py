@@ -186,6 +186,7 @@ class MassiveActivationsSummary:
         count: number of massive activations.
         median: median magnitude of all coordinates of all tokens, rounded down to 8 significant bits.
         threshold: massive activations are larger than this magnitude.
+        largest: largest magnitude.
         largest_ratio: largest magnitude divided by the median; infinite if the median is 0 and the largest is not.
         top: the massive activations of the largest magnitudes, in descending order. Holds all of them if their number
             is at most the capacity of the accumulator.
@@ -195,6 +196,7 @@ class MassiveActivationsSummary:
     count: int
     median: float
     threshold: float
+    largest: float
     largest_ratio: float
     top: tuple[Activation, ...]
 
@@ -320,6 +322,7 @@ class MassiveActivations(Accumulator):
             count=int(bin_counts[bin_magnitudes > threshold].sum()),
             median=median,
             threshold=threshold,
+            largest=largest,
             largest_ratio=largest / median if median else (math.inf if largest else 0.0),
             top=tuple(Activation(value, *place) for value, place in massive_activations),
         )

@@ -27,7 +27,9 @@ class Collapse(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Alarm:
-    """Goes off for a state whose measure is beyond bounds in several consecutive readings; once for each state.
+    """Goes off if a measure of a state is beyond bounds in several readings in a row; once for each state.
+
+        istar.Monitor(model, alarms=[istar.Alarm("inter_sim", above=0.98, action="stop")])
 
     If there are several bounds, a reading counts only if it is beyond all of them. A value that is not finite counts.
 
@@ -37,12 +39,12 @@ class Alarm:
         below: a reading counts if the value is below this bound.
         of_first: a reading counts if the value is less than this share of the value in the first reading. For InterSim,
             which is 1 in a collapse, the share is that of 1 - InterSim.
-        readings: number of consecutive readings.
-        states: "all", "pooled" for the last state of the model and for sentence embeddings, or names of states.
-        unless_recovering: whether readings do not count if the values, or 1 - InterSim, have grown from each to the
-            next.
-        action: "warn" warns, "stop" ends the training, and a function is called with the message. In a loop of the
-            user, `Monitor.step` ends the training with an `istar.Collapse`.
+        readings: number of readings in a row.
+        states: "all", "pooled" for the last state of the model and for sentence embeddings, or a list of names. A state
+            that is missing in a reading does not count.
+        unless_recovering: do not go off if the values, or 1 - InterSim, have grown from each reading to the next.
+        action: "warn", "stop", or a function that is called with the message. "stop" ends the training:
+            `Monitor.step` raises an `istar.Collapse`, and the callbacks of trainers stop these.
 
     Raises:
         UserError: for an unknown measure or action, without a bound, or for less than one reading.
@@ -67,8 +69,19 @@ class Alarm:
         check_at_least(1, "readings", self.readings)
         if self.above is self.below is self.of_first is None:
             raise UserError(f"the alarm of {self.measure} has no bound; expected above=, below= or of_first=")
+        if not isinstance(self.states, str):
+            object.__setattr__(self, "states", tuple(self.states))  # a list has no hash
         if not callable(self.action):
             check_one_of("action", self.action, ("warn", "stop"))
+
+    def check_states(self, known: Sequence[str]) -> None:
+        """Raise a `UserError` if the alarm names a state that is not known."""
+        for state in self._named_states:
+            if state not in known:
+                raise UserError(
+                    f"the alarm of {self.measure} names the state {state}{did_you_mean(state, known)}; expected one of "
+                    f"{', '.join(known)}"
+                )
 
     def find_states(self, history: Sequence[Values]) -> list[str]:
         """Return the states for which the alarm goes off at the last reading of a history, as if it was new."""
@@ -85,7 +98,8 @@ class Alarm:
         bounds = [f"above {self.above:g}"] if self.above is not None else []
         bounds += [f"below {self.below:g}"] if self.below is not None else []
         if self.of_first is not None:
-            bounds.append(f"within {self.of_first:g} of its first distance from a collapse, at {first:.3g}")
+            quantity = f"with 1 - {self.measure} below" if self.measure in _COLLAPSED_VALUES else "below"
+            bounds.append(f"{quantity} {self.of_first:g} times its first value, {self._find_distance(first):.3g}")
         others = f", and so may {', '.join(states[1:])}" if len(states) > 1 else ""
         cause = _OTHER_CAUSES.get(self.measure)
         return (
@@ -99,12 +113,14 @@ class Alarm:
         if self.states == "pooled":
             layers = [state for state in values if state != POOLED]
             return [*layers[-1:], *({POOLED} & values.keys())]
-        wanted = [self.states] if isinstance(self.states, str) else self.states
-        for state in wanted:
-            if state not in values:
-                hint = did_you_mean(state, values)
-                raise UserError(f"the alarm of {self.measure} names the state {state}, which was not read{hint}")
-        return list(wanted)
+        return [state for state in self._named_states if state in values]
+
+    @property
+    def _named_states(self) -> Sequence[str]:
+        """The states that are given by name."""
+        if self.states in ("all", "pooled"):
+            return []
+        return [self.states] if isinstance(self.states, str) else self.states
 
     def _is_beyond(self, state: str, first: Values, recent: Sequence[Values]) -> bool:
         if not all(state in values for values in recent):

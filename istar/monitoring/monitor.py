@@ -21,7 +21,7 @@ from istar.monitoring.alarms import DEFAULT_ALARMS, Alarm, Collapse
 from istar.monitoring.sampling import PointSampler
 from istar.monitoring.stacked_measures import SAMPLE_MEASURES, StateSample, measure_samples
 from istar.monitoring.watched_states import PassArguments, StateWatcher
-from istar.runs.names import PROBE, TRAINING, reading_key
+from istar.runs.names import GRADIENT_NORM, PROBE, TRAINING, reading_key
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,8 +32,6 @@ DEFAULT_MEASURES = (
     "largest_activation",
 )
 """Measures of a monitor by default, by the names of the table of measures."""
-GRADIENT_NORM = "gradient_norm"
-"""Name of the column with the norm of the gradient with respect to a state."""
 MAX_PASSES = 1_000
 """Number of passes without a `step()` after which a reading is given up."""
 _MAX_DUMP_BYTES = 2**30
@@ -78,7 +76,7 @@ class Monitor:
     the same in all states, chosen at random among those that are not padding. Special tokens count. Passes without
     gradients, such as those of an evaluation, are not read. The measures are those of `istar.measure` on the same
     points. Their standard errors take the sequences as independent of each other, see
-    `istar.monitoring.stacked_measures.measure_samples`.
+    `istar.monitoring.stacked_measures.measure_samples`. A measure that goes wrong warns, and never stops the training.
 
     Between readings, a model in eager mode has no hooks. A model that is compiled has an operator in its graph, and
     must be called for the first time after the monitor is created. During a step that is read, the monitor holds up to
@@ -94,9 +92,11 @@ class Monitor:
         modules: names, patterns such as "blocks.*", or modules, whose outputs `(batch, d)` or `(batch, places, d)` are
             the states. By default, the states of `istar.measure`: `embeddings`, `layer_1` to `layer_L` before a final
             norm, and `final_norm`; and `pooled`, the embeddings of sentence-transformers.
-        measures: names from `istar.monitoring.stacked_measures.SAMPLE_MEASURES`. The effective rank takes as long as
-            all others together. With fewer than 10 d points it is several percent too small, and has no error.
-        alarms: see `istar.Alarm`. The default ones warn of a collapse.
+        measures: names of measures. The default ones are `isoscore_unbiased`, `inter_sim`, `participation_ratio`,
+            `average_norm`, `outlier_severity` and `largest_activation`; there are also `isoscore` and `effective_rank`.
+            The effective rank takes as long as all others together. With fewer than 10 d points it is several percent
+            too small, and has no error.
+        alarms: list of `istar.Alarm`. The default ones, `istar.monitoring.alarms.DEFAULT_ALARMS`, warn of a collapse.
         optimizer: its steps are counted, so that nobody calls `step`.
         seed: seed of the random choice of points.
         gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens. It is
@@ -109,7 +109,7 @@ class Monitor:
         readings: all readings, in their order.
 
     Raises:
-        UserError: if the states cannot be found, and for unknown measures or options.
+        UserError: if the states cannot be found, and for unknown measures, options or states of alarms.
     """
 
     def __init__(
@@ -127,6 +127,9 @@ class Monitor:
         dump: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        for name, value in (("modules", modules), ("measures", measures), ("alarms", alarms)):
+            if isinstance(value, str | Alarm):
+                raise UserError(f"{name} is a {type(value).__name__}; expected a list, even of one: {name}=[...]")
         check_at_least(1, "every", every)
         check_at_least(2, "points", points)
         for measure in measures:
@@ -145,6 +148,12 @@ class Monitor:
         self._failure = ""
         self._sampler = self._make_sampler()
         self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
+        try:
+            for alarm in self._alarms:
+                alarm.check_states(self.states)
+        except UserError:
+            self._watcher.close()
+            raise
         previous = _monitors.get(self._watcher.base_model)
         if previous is not None and not previous.is_closed:
             self._warn("the model had another Monitor, which is closed now; call close() on one that is not needed")
@@ -190,8 +199,8 @@ class Monitor:
     def measure(self, batches: Iterable[Any]) -> Reading:
         """Measure the states on batches of a probe, in eval mode and without gradients; nothing changes for training.
 
-        At most `points` points of each state are measured, of the same batches always the same ones. In several
-        processes, all call it, each with its batches.
+        At most `points` points of each state are measured, the same ones at each step. In several processes, all call
+        it, each with its batches.
 
         Args:
             batches: mappings, which the model gets as keywords, or tuples, or tensors. Tensors move to the model's
@@ -304,8 +313,9 @@ class Monitor:
     def _make_sampler(self, is_probe: bool = False) -> PointSampler:
         num_processes = world_size(self._group)
         rank = dist.get_rank(self._group) if num_processes > 1 else 0
-        step = -1 if is_probe else self.count  # Probes of the same batches have the same choice at all steps.
-        return PointSampler(math.ceil(self._points / num_processes), (self._seed, step, rank))
+        # The same points of a probe at each step, so that only the model differs.
+        step = 0 if is_probe else self.count
+        return PointSampler(math.ceil(self._points / num_processes), (self._seed, step, rank, is_probe))
 
     def _receive(self, state: str, values: Tensor, arguments: PassArguments) -> None:
         if self._failure:

@@ -11,9 +11,8 @@ from istar.drawing.rendering import draw
 from istar.errors import UserError, did_you_mean
 from istar.files.writing import atomic_write, to_csv
 from istar.measures.catalogue import find_measure
+from istar.runs.names import GRADIENT_NORM, TRAINING, TRAJECTORY_KEYS
 
-_OTHER_TITLES = {"largest_activation": "largest |x|", "gradient_norm": "norm of the gradient"}
-"""Titles of what is not in the table of measures."""
 _INTERVAL = 1.96
 """Half-width of a 95% interval in standard errors."""
 
@@ -24,7 +23,8 @@ def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> Figure:
     Raises:
         UserError: for a measure that is not in the table, or without readings.
     """
-    readings = table[table["source"] == "training"] if (table["source"] == "training").any() else table
+    is_of_training = table["source"] == TRAINING
+    readings = table[is_of_training] if is_of_training.any() else table
     if readings.empty:
         raise UserError("there is no reading yet; call monitor.step() after each optimizer step")
     panels = []
@@ -33,13 +33,17 @@ def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> Figure:
         if measure not in readings:
             raise UserError(f"{measure} was not read{did_you_mean(measure, map(str, readings))}")
         lines = [_make_line(readings[readings["state"] == state], state, measure) for state in states]
-        panels.append(Panel(_OTHER_TITLES.get(measure) or find_measure(measure).title, lines))
+        panels.append(Panel(_find_title(measure), lines))
     steps = sorted(set(readings["step"]))
     caption = "Measures of sampled points of each state, with 95% intervals over sequences."
     plot = Plot(
         "monitor", "Geometry by step", caption, "line", "step", tuple(panels), log_x=are_log_spaced(steps), ordered=True
     )
     return draw(plot)
+
+
+def _find_title(measure: str) -> str:
+    return "norm of the gradient" if measure == GRADIENT_NORM else find_measure(measure).title
 
 
 def _make_line(rows: pd.DataFrame, state: str, measure: str) -> Line:
@@ -57,7 +61,6 @@ def write_trajectory(table: pd.DataFrame, model: str, path: Path) -> None:
     """
     keys = {"model": model, "revision": [f"step{step}" for step in table["step"]], "weights": ""}
     columns = table.rename(columns={"state": "layer"}).assign(**keys)
-    order = ["model", "revision", "step", "weights", "source", "layer"]
-    content = to_csv(columns[[*order, *(name for name in columns if name not in order)]])
+    content = to_csv(columns[[*TRAJECTORY_KEYS, *columns.columns.difference(list(TRAJECTORY_KEYS), sort=False)]])
     with atomic_write(path) as file:
         file.write(content.encode())

@@ -35,6 +35,10 @@ POOLED = "pooled"
 """Name of the state that a SentenceTransformer returns for a sentence, which may be normalized."""
 TRAINING, PROBE = "training", "probe"
 """Sources of a monitor's readings: the passes of the training, and batches given to `istar.Monitor.measure`."""
+GRADIENT_NORM = "gradient_norm"
+"""Column of a monitor's readings with the norm of the gradient with respect to a state."""
+TRAJECTORY_KEYS = ("model", "revision", "step", "weights", "source", "layer")
+"""Columns that identify a row of a trajectory, the file of a training's measures; all other columns are measures."""
 
 
 def is_lower_better(metric: str) -> bool:

@@ -247,7 +247,8 @@ class Layer(Accumulator):
             measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
         massive = self.find_massive_activations()
         if massive is not None:
-            measures |= {"massive_activations": massive.count, "largest_activation_ratio": massive.largest_ratio}
+            measures |= {"massive_activations": massive.count, "largest_activation": massive.largest}
+            measures["largest_activation_ratio"] = massive.largest_ratio
         replicates = self.compute_replicates() if replicates is None else replicates
         measures["participation_ratio_unbiased"] = 1 + (dim - 1) * measures["isoscore_unbiased"]
         # Below two points a dimension, the correction is wrong by more than a few percent.

@@ -1,4 +1,4 @@
-"""A loop with accelerate: `backward` divides task loss and penalty by the number of micro-batches alike."""
+"""A loop with accelerate: `backward` divides task loss and penalty by the number of micro-batches alike; monitors."""
 
 import os
 from pathlib import Path
@@ -25,6 +25,7 @@ from tests.integrations.builders import (
     make_sigma,
     task_loss_and_points,
 )
+from tests.oracles import mean_pair_cosine, stack
 
 accelerate = pytest.importorskip("accelerate")
 BATCH_SIZE = 3
@@ -57,6 +58,34 @@ def test_the_gradient_is_that_of_the_mean_over_micro_batches(accumulation):
         losses.append(task_loss + compute_penalty(points, watch.penalty.shrinkage_covariance))
     [actual] = gradients_by_step
     assert_close(actual, compute_gradients(naive_model, torch.stack(losses).mean()), **CLOSE)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_monitor_of_the_optimizer_counts_real_steps_and_reads_all_their_micro_batches(is_prepared):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = make_classifier("bert")
+    own_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(make_examples("classification", 48), BATCH_SIZE, collate_fn=collate)  # type: ignore[arg-type]
+    model, optimizer, prepared_loader = accelerator.prepare(model, own_optimizer, loader)
+    monitor = istar.Monitor(model, every=3, optimizer=optimizer if is_prepared else own_optimizer, alarms=[])
+    points_by_reading = []
+    for number, batch in enumerate(prepared_loader):
+        if number in (0, 12):
+            points_by_reading.append([])
+        with accelerator.accumulate(model):
+            output = model(**batch, output_hidden_states=True)
+            if number in (*range(4), *range(12, 16)):
+                points_by_reading[-1].append(stack(output.hidden_states[2:3], batch["attention_mask"]).detach())
+            accelerator.backward(output.loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    monitor.close()
+    assert number == 15
+    assert monitor.count == 4
+    assert [reading.step for reading in monitor.readings] == [0, 3]
+    for reading, points in zip(monitor.readings, points_by_reading, strict=True):
+        expected = mean_pair_cosine(torch.cat(points).numpy())
+        assert reading.values["layer_2"]["inter_sim"] == pytest.approx(expected, rel=1e-9)
 
 
 class Stream(IterableDataset):

@@ -1,4 +1,4 @@
-"""The examples of the README, of `docs/your_own_training.md` and of `docs/measuring.md` run, on tiny models."""
+"""The examples of the README and of the pages on own trainings, measuring and watching run, on tiny models."""
 
 import importlib.util
 import re
@@ -16,6 +16,7 @@ import istar
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "your_own_training.md"
 MEASURING = REPOSITORY / "docs" / "measuring.md"
+WATCHING = REPOSITORY / "docs" / "watching.md"
 BLOCK = re.compile(r"^```(?:python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^[+ ]?(?:import|from) ([\w.]+)", re.MULTILINE)
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "ran", "away"]
@@ -35,9 +36,9 @@ def apply_difference(block: str) -> str:
     return "".join(line if line == "\n" else line[1:] for line in lines if not line.startswith("-"))
 
 
-def read_sections() -> dict[str, list[str]]:
+def read_sections(page: Path = PAGE) -> dict[str, list[str]]:
     """Return the examples of each section of the page that has some."""
-    titles_and_texts = re.split(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    titles_and_texts = re.split(r"^## (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     blocks = {
         title: BLOCK.findall(text) for title, text in zip(titles_and_texts[1::2], titles_and_texts[2::2], strict=True)
     }
@@ -171,14 +172,84 @@ SLOW_SECTIONS = ("transformers", "trl", "sentence-transformers", "Isotropy of th
 )
 def test_each_section_runs(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = read_sections()[title]
-    library, make_names = SCRIPTS.get(title, ("torch", dict))
+    run_section(PAGE, title, *SCRIPTS.get(title, ("torch", dict)))
+
+
+def run_section(page: Path, title: str, library: str, make_names: Callable[[], Names]) -> Names:
+    """Run the examples of a section one after the other, and return all names."""
+    blocks = read_sections(page)[title]
     modules = {library, *(module for block in blocks for module in IMPORT.findall(block))}
     if missing := sorted(filter(is_missing, modules)):
         pytest.skip(f"not installed: {', '.join(missing)}")
-    namespace: Names = {"__name__": "__main__", **make_names()}
+    namespace: Names = {"__name__": "__main__", "istar": istar, **make_names()}
     for block in blocks:
-        exec(compile(apply_difference(block), f"{PAGE.name}: {title}", "exec"), namespace)
+        exec(compile(apply_difference(block), f"{page.name}: {title}", "exec"), namespace)
+    return namespace
+
+
+def make_watched() -> Names:
+    """Return what the sections on loops, files and alarms take from a script, and write files of monitors."""
+    names = make_classifier()
+    for path in ("base.csv", "tuned.csv", "monitor.csv"):
+        with istar.Monitor(names["model"], every=2) as monitor:
+            for batch in names["loader"]:
+                names["model"](**batch).loss.backward()
+                monitor.step()
+        monitor.save(path)
+    network = torch.nn.Sequential()
+    network.blocks, network.head = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh()), torch.nn.Linear(4, 3)
+    return names | {"network": network, "logged": (logged := {}), "log": lambda values, step: logged.update(values)}
+
+
+def make_watched_module() -> Names:
+    import lightning
+
+    names = make_classifier()
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = names["model"]
+
+        def training_step(self, batch: Names) -> torch.Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return names["optimizer"]
+
+    return names | {"lightning": lightning, "module": Classifier()}
+
+
+WATCHED_SCRIPTS: dict[str, tuple[str, Callable[[], Names]]] = {
+    "A loop": ("torch", make_watched),
+    "accelerate": ("accelerate", make_accelerated),
+    "transformers and trl": ("accelerate", make_trainer_script),
+    "sentence-transformers": ("sentence_transformers", make_sentence_script),
+    "Lightning": ("lightning", make_watched_module),
+    "Files and comparisons": ("torch", make_watched),
+    "Alarms": ("torch", make_watched),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "title",
+    [pytest.param(title, marks=pytest.mark.slow if "transformers" in title else ()) for title in WATCHED_SCRIPTS],
+)
+def test_each_section_on_watching_runs(title, tmp_path, monkeypatch, blank_figures):
+    monkeypatch.chdir(tmp_path)
+    assert set(read_sections(WATCHING)) == set(WATCHED_SCRIPTS)
+    names = run_section(WATCHING, title, *WATCHED_SCRIPTS[title])
+    if title == "A loop":
+        assert (
+            names["logged"]["geometry/layer_2/inter_sim"] == names["monitor"].readings[0].values["layer_2"]["inter_sim"]
+        )
+        assert names["monitor"].count == 4
+    elif title == "accelerate":
+        assert names["monitor"].count == 2  # two batches a step
+        assert names["monitor"].readings[0].values["layer_1"]["points"] == 2 * 4 * 12
+    elif title == "transformers and trl":
+        assert [reading.step for reading in names["callback"].monitor.readings] == [0]
 
 
 SHAPE: Names = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -1,10 +1,12 @@
-"""The scripts in `examples/` run: those that train lower the isotropy, and all print the right scores."""
+"""The scripts in `examples/` run: they lower the isotropy, print the right scores, or say that a training collapses."""
 
+import csv
 import json
 import random
 import re
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
-from tests.oracles import algorithm_1
+from tests.oracles import algorithm_1, mean_pair_cosine
 
 datasets = pytest.importorskip("datasets")
 
@@ -175,8 +177,64 @@ def test_a_script_measures_what_it_prints(script, tmp_path, monkeypatch, capsys)
     assert len((EXAMPLES_FOLDER / script).read_text(encoding="utf-8").splitlines()) < 40
 
 
+WATCHING = {"watch_loop.py", "watch_trainer.py"}
+
+
+def run_watching(script, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *options])
+    assert len((EXAMPLES_FOLDER / script).read_text(encoding="utf-8").splitlines()) < 40
+    return runpy.run_path(str(EXAMPLES_FOLDER / script), run_name="__main__")
+
+
+def list_inter_sims(state):
+    with Path("monitor.csv").open(encoding="utf-8") as file:
+        return {int(row["step"]): float(row["inter_sim"]) for row in csv.DictReader(file) if row["layer"] == state}
+
+
+def test_a_loop_with_negatives_is_watched_without_an_alarm(tmp_path, monkeypatch, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_watching("watch_loop.py", [], tmp_path, monkeypatch)
+    assert float(capsys.readouterr().out.split("step 200: ")[1].split("%")[0].split()[-1]) > 90
+    assert list_inter_sims("layer_3")[200] < 0.1
+
+
+def test_a_loop_without_negatives_collapses_and_says_so(tmp_path, monkeypatch, capsys):
+    with pytest.warns(UserWarning, match="layer_3 may have collapsed") as caught:
+        run_watching("watch_loop.py", ["--without-negatives"], tmp_path, monkeypatch)
+    inter_sims = list_inter_sims("layer_3")
+    steps, distances = list(inter_sims), [1 - value for value in inter_sims.values()]
+    is_near = [distance < 0.1 * distances[0] for distance in distances]
+    [first, *_] = [
+        steps[last]
+        for last in range(2, len(steps))
+        if all(is_near[last - 2 : last + 1]) and not distances[last - 2] < distances[last - 1] < distances[last]
+    ]
+    assert [str(warning.message).split(":")[0] for warning in caught] == [f"step {first}"]
+    assert Path(caught[0].filename).name == "watch_loop.py"
+    output = capsys.readouterr().out
+    loss, found = re.search(r"step 200: loss ([\d.]+), (\d+)% found", output).groups()
+    assert float(loss) < 0.01
+    assert int(found) < 10
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_is_watched(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("accelerate")
+    names = run_watching("watch_trainer.py", [], tmp_path, monkeypatch)
+    model = names["trainer"].model.eval()
+    tokens = torch.stack([row["input_ids"] for row in names["data"][400:408]])  # the first batch
+    with torch.no_grad():
+        states = model(input_ids=tokens, output_hidden_states=True).hidden_states[3].flatten(0, 1)
+    inter_sim = mean_pair_cosine(states.numpy())
+    assert f"on the probe: {inter_sim:.3f}" in capsys.readouterr().out
+    assert names["metrics"]["eval_layer_3_inter_sim"] == pytest.approx(inter_sim, rel=1e-5)
+    assert list(list_inter_sims("layer_3")) == [0, 20, 40, 60, 80, 100]
+
+
 def test_the_tables_of_the_readme_list_every_script():
     rows = ROW.findall((EXAMPLES_FOLDER / "README.md").read_text(encoding="utf-8"))
     assert rows == [(row[0],) * 3 for row in rows]
     names = [path.name for path in EXAMPLES_FOLDER.glob("*.py")]
-    assert sorted(row[0] for row in rows) == sorted(names) == sorted([*EXAMPLES, *MEASURING])
+    assert sorted(row[0] for row in rows) == sorted(names) == sorted([*EXAMPLES, *MEASURING, *WATCHING])

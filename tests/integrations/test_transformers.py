@@ -21,7 +21,7 @@ from transformers import BertForSequenceClassification, Trainer, TrainerCallback
 
 import istar
 from istar.errors import UserError
-from istar.integrations.transformers import IsotropyCallback, PenaltyMixin, PenaltyTrainer
+from istar.integrations.transformers import PenaltyMixin, PenaltyTrainer
 from tests.forks import run_in_processes
 from tests.integrations.builders import (
     collate,
@@ -33,7 +33,6 @@ from tests.integrations.builders import (
     sgd_arguments,
     task_loss,
 )
-from tests.oracles import algorithm_1, stack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
@@ -227,7 +226,6 @@ def run_worker(rank, processes, port, folder):
         results[case, accumulation] = train_step_and_expected(
             name, f"{folder}/{rank}", accumulation, factor, trainer_class, arguments
         )
-    results["evaluations"] = [evaluate(f"{folder}/{rank}", num_examples) for num_examples in (3, 2 * processes + 1)]
     results["state"] = refresh_and_save(f"{folder}/shared", sync=True)
     results["states"] = refresh_and_save(f"{folder}/apart", sync=False)
     results["covariance of a stream"] = compute_stream_covariance(f"{folder}/stream")
@@ -235,31 +233,6 @@ def run_worker(rank, processes, port, folder):
     dist.barrier()
     # Skip the shutdown of the interpreter, in which the process group may abort.
     os._exit(0)
-
-
-MEASURES = ("isoscore", "inter_sim", "mean_kurtosis")
-
-
-def make_measured_trainer(folder, num_examples, **arguments):
-    """A trainer whose evaluation set accelerate extends, to give all processes full batches."""
-    trainer = Trainer(
-        model=make_model("bert classification"),
-        args=sgd_arguments(folder, per_device_eval_batch_size=2),
-        eval_dataset=make_examples("bert classification", num_examples),
-        data_collator=collate,
-    )
-    trainer.add_callback(IsotropyCallback(trainer, MEASURES, **arguments))
-    return trainer
-
-
-def evaluate(folder, num_examples, **arguments):
-    """The logged measures of an evaluation."""
-    trainer = make_measured_trainer(folder, num_examples, **arguments)
-    metrics = trainer.evaluate()
-    logged = trainer.state.log_history[-1]
-    measures = {name: logged[f"eval_{name}"] for name in MEASURES}
-    assert measures == {name: metrics[f"eval_{name}"] for name in MEASURES}
-    return measures
 
 
 def refresh_and_save(folder, sync):
@@ -333,68 +306,6 @@ def test_several_processes_count_each_point_of_a_stream_once(results):
     expected = istar.shrinkage_covariance(make_bert(), [collate(list(Stream()))])
     for result in results:
         assert_close(result["covariance of a stream"], expected, rtol=1e-5, atol=1e-7)
-
-
-def test_an_evaluation_of_several_processes_is_measured_as_by_one(results, tmp_path):
-    expected = [evaluate(tmp_path, num_examples) for num_examples in (3, 2 * len(results) + 1)]
-    for result in results:
-        for measures, expected_measures in zip(result["evaluations"], expected, strict=True):
-            assert measures == pytest.approx(expected_measures, rel=1e-9)
-
-
-def test_an_evaluation_is_measured_over_all_its_tokens_in_the_chosen_layers(tmp_path):
-    examples = make_examples("bert classification", 5)
-    outputs = make_model("bert classification").eval()(**collate(examples), output_hidden_states=True)
-    for layers, states in (("all", outputs.hidden_states[1:]), ([0], outputs.hidden_states[:1])):
-        points = stack(states, collate(examples)["attention_mask"]).detach()
-        measures = evaluate(tmp_path, 5, layers=layers)
-        cosines = torch.nn.functional.normalize(points) @ torch.nn.functional.normalize(points).T
-        assert measures["isoscore"] == pytest.approx(
-            algorithm_1(points, torch.zeros(12, 12).double(), 0.0, torch.linalg.eigvalsh).item(), rel=1e-9
-        )
-        assert measures["inter_sim"] == pytest.approx(
-            ((cosines.sum() - len(points)) / (len(points) * (len(points) - 1))).item(), rel=1e-9
-        )
-
-
-def test_two_callbacks_measure_different_layers_under_different_names(tmp_path):
-    trainer = make_measured_trainer(tmp_path, 5)
-    trainer.add_callback(IsotropyCallback(trainer, MEASURES, layers=[0], suffix="_embeddings"))
-    metrics = trainer.evaluate()
-    for suffix, layers in (("", "all"), ("_embeddings", [0])):
-        expected = evaluate(tmp_path, 5, layers=layers)
-        assert {name: metrics[f"eval_{name}{suffix}"] for name in MEASURES} == expected
-    assert metrics["eval_isoscore"] != metrics["eval_isoscore_embeddings"]
-    message = r"^the trainer has two IsotropyCallbacks with suffix=''; expected different ones: Isotropy"
-    with pytest.raises(UserError, match=message):
-        IsotropyCallback(trainer)
-    # Neither of these is one of the trainer's callbacks when the other is made.
-    trainer = make_measured_trainer(tmp_path, 5)
-    trainer.pop_callback(IsotropyCallback)
-    for callback in [IsotropyCallback(trainer) for _ in range(2)]:
-        trainer.add_callback(callback)
-    with pytest.raises(UserError, match=message):
-        trainer.evaluate()
-
-
-def test_an_evaluation_that_was_interrupted_does_not_count(tmp_path):
-    expected = evaluate(tmp_path, 5)
-    trainer = make_measured_trainer(tmp_path, 5)
-    calls = []
-
-    def fail_in_the_second_call(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise StopError
-
-    handle = trainer.model.register_forward_pre_hook(fail_in_the_second_call)
-    with pytest.raises(StopError):
-        trainer.evaluate()
-    handle.remove()
-    metrics = trainer.predict(trainer.eval_dataset).metrics
-    assert {name: metrics[f"test_{name}"] for name in MEASURES} == expected
-    with pytest.raises(UserError, match="measure=isoscor is not known; did you mean isoscore"):
-        IsotropyCallback(trainer, ["isoscor"])
 
 
 # What surrounds a step --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""The penalty in trl's `SFTTrainer`, whose fused head returns no hidden states."""
+"""The penalty and the monitor in trl's `SFTTrainer`, whose fused head returns no hidden states."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from torch.testing import assert_close
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import istar
-from istar.integrations.transformers import PenaltyMixin
+from istar.integrations.transformers import MonitorCallback, PenaltyMixin
 from tests.integrations.builders import GPT2, LLAMA, SGD, expected_gradient, make_settings, make_sigma
-from tests.oracles import algorithm_1
+from tests.oracles import algorithm_1, mean_pair_cosine, stack
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -142,6 +143,29 @@ def test_all_tokens_count_where_batches_have_no_padding(packing, tmp_path):
     batch = {key: batch[key] for key in ("input_ids", "position_ids")}
     assert_close(terms.value, 1 - naive_score(make_model("llama"), batch), rtol=1e-9, atol=1e-9)
     assert changes["model.layers.0.self_attn.q_proj.weight"].any()
+
+
+@pytest.mark.parametrize(("name", "accumulation"), [("gpt2", 2), pytest.param("llama", 1, marks=pytest.mark.slow)])
+def test_a_monitor_reads_the_tokens_of_each_due_step_next_to_a_penalty(name, accumulation, tmp_path):
+    arguments = {"gradient_accumulation_steps": accumulation, "max_steps": 3, "learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, make_model(name), make_penalty(), eval_strategy="no", **arguments)
+    trainer.eval_dataset = trainer.train_dataset
+    callback = MonitorCallback(trainer, every=2, probe=1, alarms=[])
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.monitor.count == trainer.state.global_step == 3
+    assert [reading.step for reading in callback.monitor.readings] == [0, 2]
+    for reading in callback.monitor.readings:
+        points = []
+        for batch in trainer.batches[reading.step * accumulation :][:accumulation]:
+            inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+            states = make_model(name)(**inputs, output_hidden_states=True).hidden_states
+            points.append(stack(states[-1:], inputs["attention_mask"]).detach())
+        expected = mean_pair_cosine(torch.cat(points).numpy())
+        assert list(reading.values) == ["embeddings", "layer_1", "layer_2", "final_norm"]
+        assert reading.values["final_norm"]["points"] == sum(map(len, points))
+        assert reading.values["final_norm"]["inter_sim"] == pytest.approx(expected, rel=1e-9)
+    assert math.isfinite(trainer.evaluate()["eval_layer_2_isoscore_unbiased"])
 
 
 class PenaltyGRPOTrainer(PenaltyMixin, trl.GRPOTrainer):

@@ -133,6 +133,7 @@ def test_the_rounded_median_is_that_of_numpy_within_its_resolution():
     magnitudes = np.sort(np.abs(points.numpy()), axis=None)
     exact_median = np.percentile(magnitudes, 50, method="lower")
     assert exact_median * (1 - 1 / 128) < summary.median <= exact_median
+    assert summary.largest == magnitudes[-1]
     assert summary.largest_ratio == pytest.approx(magnitudes[-1] / summary.median)
     # 60 is below the absolute limit of 100.
     assert summary.count == 6

@@ -119,21 +119,6 @@ def test_a_probe_between_readings_and_without_batches():
         monitor.measure([])
 
 
-def test_a_probe_has_the_same_points_at_all_steps():
-    """A model that does not change has the same measures, although only some of the tokens are measured."""
-    model, [batch] = make_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), list(make_batches(1))
-    monitor = Monitor(model, every=1, points=10)
-    before = monitor.measure([batch])
-    model(**batch)
-    training = monitor.step()
-    after = monitor.measure([batch])
-    assert (before.step, after.step) == (0, 1)
-    assert before.values["layer_1"]["points"] == 10
-    assert after.values == before.values
-    assert training is not None
-    assert training.values["embeddings"]["inter_sim"] != before.values["embeddings"]["inter_sim"]
-
-
 def test_a_resumed_training_has_the_readings_of_an_undisturbed_one():
     def start() -> tuple[Any, Monitor]:
         model = make_bert()

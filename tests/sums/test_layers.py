@@ -234,7 +234,8 @@ def test_points_that_are_equal_up_to_rounding_have_norms_and_cosines_alone(scale
     layer = Layer(TYPES, scale * ORIGIN, LayerSettings("all", GROUPS))
     add_tokens(layer, points, *columns)
     measures = layer.compute_measures()
-    norms = {"average_norm", "mean_vector_norm", "norm_ratio", "massive_activations", "largest_activation_ratio"}
+    norms = {"average_norm", "mean_vector_norm", "norm_ratio", "massive_activations", "largest_activation",
+             "largest_activation_ratio"}  # fmt: skip
     cosines = {"inter_sim", "intra_sim", "adjusted_intra_sim", "mean_direction_norm", "rank_me", "top_1_cosine_share",
                "top_5_cosine_share", "token_kurtosis", "largest_token_kurtosis"}  # fmt: skip
     expected_names = {"points", *norms, *(cosines if scale else ())}
@@ -292,7 +293,8 @@ def test_basic_measures_and_no_vocabulary() -> None:
         make_layer(make_text(), settings=settings).compute_measures(),
         make_layer(make_text()).compute_measures(),
     )
-    expected_extra = {"token_kurtosis", "largest_token_kurtosis", "massive_activations", "largest_activation_ratio"}
+    expected_extra = {"token_kurtosis", "largest_token_kurtosis", "massive_activations", "largest_activation",
+                      "largest_activation_ratio"}  # fmt: skip
     assert {name for name in all_measures if not name.endswith("_error")} - basic_measures.keys() == expected_extra
     assert make_layer(make_text(), settings=settings).find_massive_activations() is None
     layer_without_vocabulary = Layer(0, ORIGIN, settings)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from istar.geometry.collect.pass_settings import MeasureSettings
     from istar.texts.corpus import Source
 
-KEY_COLUMNS = ("model", "revision", "step", "weights", "source", "layer")
-"""Columns of `trajectory.csv` that identify a row; all other columns are measures."""
 TRAINING_KIND = PageKind("trajectory", "istar measure, over a training", (TRAJECTORY_FILE,))
 
 

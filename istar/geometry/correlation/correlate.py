@@ -16,8 +16,8 @@ import pandas as pd
 import scipy.stats
 
 from istar.errors import UserError, did_you_mean
-from istar.geometry.collect.trajectory_file import KEY_COLUMNS
 from istar.geometry.correlation.score_files import read_checkpoint_table, read_scores, to_long_format
+from istar.runs.names import TRAJECTORY_KEYS
 from istar.statistics.arguments import is_constant
 
 STATISTICS: dict[str, Any] = {
@@ -71,8 +71,8 @@ def correlate(
         UserError: if a file cannot be read or lacks these columns, or if the files have no checkpoint in common.
     """
     measures = read_checkpoint_table(measures_path)
-    measures = measures.assign(**{name: "" for name in KEY_COLUMNS if name not in measures})
-    measures = to_long_format(measures, KEY_COLUMNS, "measure", "value")
+    measures = measures.assign(**{name: "" for name in TRAJECTORY_KEYS if name not in measures})
+    measures = to_long_format(measures, TRAJECTORY_KEYS, "measure", "value")
     scores, remarks = read_scores(scores_path)
     if model or (scores["model"] == "").all():
         if not model and measures["model"].nunique() != 1:

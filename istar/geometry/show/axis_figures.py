@@ -18,7 +18,7 @@ from istar.geometry.show import model_figures
 from istar.geometry.show.compare import MeasuredModel, make_layer_rows
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.measures.catalogue import FIGURES, Measure, find_measure
-from istar.runs.names import COMBINED, FINAL_NORM
+from istar.runs.names import COMBINED, FINAL_NORM, POOLED
 
 _FINAL_NORM_DEPTH = 1.15
 """Position of the final normalization on the axis of the relative depth, beyond the last layer."""
@@ -109,18 +109,20 @@ def make_step_axis(trainings: Sequence[MeasuredTraining]) -> Axis:
     """Return the axis of the steps: of one training with a line for some layers, of several with one for each."""
     first = trainings[0]
     if len(trainings) == 1:
-        layers = evenly_spaced(list(first.checkpoints[0].measurements.all_texts))
+        layers = evenly_spaced(first.states)
         lines = [("", model_figures.name_tap(layer), first, layer) for layer in layers]
     else:
         lines = [("last layer", training.label, training, training.last_layer) for training in trainings]
         lines += [("final normalization", training.label, training, FINAL_NORM) for training in trainings]
+        lines += [("pooled", training.label, training, POOLED) for training in trainings]
     rows = [
         training.select_layer(layer).assign(panel=panel, line=line, groups=training.num_groups, segment=0)
         for panel, line, training, layer in lines
     ]
     points = pd.concat(rows).rename(columns={"step": "x"})
     if len(trainings) > 1:
-        return Axis("step", points, log=True, labels=tuple(training.label for training in trainings))
+        is_log = any(are_log_spaced(training.steps) for training in trainings)
+        return Axis("step", points, log=is_log, labels=tuple(training.label for training in trainings))
     name = "step" if first.has_steps else "checkpoint, in the given order"
     return Axis(name, points, log=first.has_steps and are_log_spaced(first.steps), ordered=True)
 

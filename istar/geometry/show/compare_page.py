@@ -83,12 +83,13 @@ class PageContent:
     @property
     def words(self) -> Mapping[str, str]:
         """Words for what was measured, for the names in braces in texts."""
-        return self.models[0].words if self.models else TEXTS["words"]["tokens"]
+        return self.models[0].words if self.models else TEXTS["words"]["tokens" if self.is_of_texts else "places"]
 
     @property
     def is_of_texts(self) -> bool:
         """Whether models of texts were measured, so that the page says what is missing."""
-        return all(model.measurements.kind == "tokens" for model in self.models)
+        is_of_texts = all(model.measurements.kind == "tokens" for model in self.models)
+        return is_of_texts and not any(training.is_monitored for training in self.trainings)
 
     @property
     def detailed_models(self) -> Sequence[MeasuredModel]:
@@ -162,7 +163,8 @@ def write_training(plan: TrajectoryPlan, checkpoints: Sequence[Checkpoint], meas
 def write_trainings(trainings: Sequence[MeasuredTraining], out: Path, command: str = "") -> Path:
     """Write the page that compares trainings, with its figures and `trajectories.csv`, and return the page's path."""
     notes = describe_other_training_settings(trainings)
-    if without_folder := [training.label for training in trainings if not training.checkpoints]:
+    without_folder = [training.label for training in trainings if not (training.checkpoints or training.is_monitored)]
+    if without_folder:
         note = TEXTS["reading"]["assumed_groups"]
         notes.append(note.format(labels=list_names(without_folder), groups=ASSUMED_GROUPS))
     content = PageContent(TRAININGS_KIND, list_last_checkpoints(trainings), trainings, command, notes=notes)
@@ -198,7 +200,8 @@ def _count(content: PageContent) -> list[tuple[str, str]]:
     """Return the key figures of a page; those that differ between models are left out."""
     numbers = {f"{content.words['subject']}s": len(content.labels)} if len(content.labels) > 1 else {}
     if content.trainings:
-        numbers["checkpoints"] = sum(len(training.steps) for training in content.trainings)
+        noun = "readings" if any(training.is_monitored for training in content.trainings) else "checkpoints"
+        numbers[noun] = sum(len(training.steps) for training in content.trainings)
     numbers_of_models = [
         {
             model.words["units"]: model.num_points,
@@ -314,6 +317,8 @@ def _define_measures(models: Sequence[MeasuredModel]) -> list[str]:
 def _explain_intervals(content: PageContent) -> str:
     if content.models and not any(model.has_errors for model in content.models):
         return str(TEXTS["reading"]["no_intervals"]).format_map(content.words)
+    if any(training.is_monitored for training in content.trainings):
+        return str(TEXTS["reading"]["intervals_monitored"])
     groups = {model.num_groups for model in content.models} - {0} or {ASSUMED_GROUPS}
     quantiles = list_names([f"{t_quantile(count - 1):.2f} for {count} groups" for count in sorted(groups)])
     return str(TEXTS["reading"]["intervals"].format(**content.words, quantiles=quantiles))

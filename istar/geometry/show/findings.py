@@ -197,7 +197,8 @@ def _describe_largest_change(trainings: Sequence[MeasuredTraining], measure: Mea
         subject += f" changes most in {training.label}: it"
     if f"{before:.3g}" == f"{after:.3g}":
         return [f"{subject} is the same at {start} and at {end}, to three digits: {after:.3g}."]
-    size = _describe_size("change", abs(after - before), training.half_width_of_change(measure.name))
+    examples = "sequences" if training.is_monitored else "documents"
+    size = _describe_size("change", abs(after - before), training.half_width_of_change(measure.name), examples)
     verb = "rises" if after > before else "falls"
     return [f"{subject} {verb} from {before:.3g} at {start} to {after:.3g} at {end}. {size}"]
 

@@ -1,4 +1,4 @@
-"""The measures of a model at the checkpoints of its training, from `trajectory.csv` and the checkpoints' folders."""
+"""The measures of a model during its training: at checkpoints, with their folders, or in the readings of a monitor."""
 
 import math
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ from istar.geometry.show import compare
 from istar.geometry.show.compare import MeasuredModel
 from istar.models.saved_checkpoints import Checkpoint, ModelArgument
 from istar.runs.labels import shorten_model_name
-from istar.runs.names import COMBINED
+from istar.runs.names import COMBINED, TRAINING, TRAJECTORY_KEYS
 
 ASSUMED_GROUPS = 10
 """Number of groups of documents for errors of a training with lost settings: the default of `istar measure`."""
@@ -24,12 +24,12 @@ ASSUMED_GROUPS = 10
 
 @dataclass(frozen=True)
 class MeasuredTraining:
-    """A model's measures at the checkpoints of its training."""
+    """A model's measures at the checkpoints of its training, or in the readings of a monitor."""
 
     label: str  # name on the page, distinct among the trainings
     table: pd.DataFrame  # rows of `trajectory.csv` by ascending step: one per checkpoint, text and layer
     # Checkpoints with all their measures, by ascending step; for a comparison of trainings the first and the last one,
-    # or none if their folders were deleted.
+    # or none if their folders were deleted, and none of a monitor.
     checkpoints: Sequence[MeasuredModel] = ()
     has_steps: bool = True  # whether the column `step` has optimizer steps, and not positions in the given order
 
@@ -39,21 +39,33 @@ class MeasuredTraining:
         return sorted(map(int, self.table["step"].unique()))
 
     @property
+    def is_monitored(self) -> bool:
+        """Whether the measures are readings of `istar.Monitor`, which have no checkpoints."""
+        return "sequences" in self.table
+
+    @property
     def num_groups(self) -> int:
-        """Number of groups of documents for standard errors; `ASSUMED_GROUPS` if unknown."""
+        """Number of independent groups for standard errors: of documents, `ASSUMED_GROUPS` if unknown, or sequences."""
+        if self.is_monitored:
+            return int(self.table["sequences"].min())
         return self.checkpoints[-1].num_groups if self.checkpoints else ASSUMED_GROUPS
 
     @property
     def last_layer(self) -> str:
-        """Name of the last layer, before a final normalization; empty if no layer was measured."""
+        """Name of the last layer, before a final normalization, or of the last state; empty if there is none."""
         indices = self.table["layer"].str.extract(r"^layer_(\d+)$", expand=False).dropna().astype(int)
-        return f"layer_{indices.max()}" if len(indices) else ""
+        return f"layer_{indices.max()}" if len(indices) else next(reversed(self.states), "")
+
+    @property
+    def states(self) -> list[str]:
+        """Names of the states, from the input to the output."""
+        return list(dict.fromkeys(self.table.dropna(subset="source")["layer"]))
 
     def select_layer(self, layer: str) -> pd.DataFrame:
         """Return the rows of a layer, a matrix or the final normalization's parameters, over all texts together."""
         sources = self.table["source"]
         texts = sources.dropna().unique()
-        source = COMBINED if COMBINED in texts else next(iter(texts), None)
+        source = next((name for name in (COMBINED, TRAINING) if name in texts), next(iter(texts), None))
         # Embedding matrices and the gain of the final normalization do not depend on a text.
         return self.table[(self.table["layer"] == layer) & (sources.isna() | (sources == source))]
 
@@ -115,24 +127,55 @@ def list_last_checkpoints(trainings: Sequence[MeasuredTraining]) -> list[Measure
     ]
 
 
-def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
-    """Read the measures of several trainings from the folders that the command line names.
+def find_trajectory(path: str | Path) -> Path | None:
+    """Return the file of a training's measures: the path of a CSV file, or `trajectory.csv` in a folder; else None."""
+    path = Path(path)
+    file = path if path.suffix == ".csv" else path / measures_file.TRAJECTORY_FILE
+    return file if file.is_file() else None
 
-    A training without a label on the command line is labelled by its model; see `compare.choose_labels`.
+
+def read_trainings(arguments: Sequence[ModelArgument]) -> list[MeasuredTraining]:
+    """Read the measures of several trainings from the folders or the files that the command line names.
+
+    A training without a label on the command line is labelled by its model, or by the file of a monitor; see
+    `compare.choose_labels`.
 
     Raises a `UserError` if a folder lacks measures of a training, a checkpoint a step, or two trainings share a label.
     """
     tables = [_read_table(argument) for argument in arguments]
-    names = [shorten_model_name(table["model"].iloc[0]) for table in tables]
+    names = [
+        Path(argument.name).stem if "sequences" in table else shorten_model_name(table["model"].iloc[0])
+        for argument, table in zip(arguments, tables, strict=True)
+    ]
     labels = compare.choose_labels(arguments, names, "trainings")
     return [
-        MeasuredTraining(label, table, _read_ends(Path(argument.name), table))
+        MeasuredTraining(label, table, _read_ends(argument, table))
         for argument, table, label in zip(arguments, tables, labels, strict=True)
     ]
 
 
-def _read_ends(folder: Path, table: pd.DataFrame) -> list[MeasuredModel]:
-    ends = []
+def summarize_last_reading(training: MeasuredTraining) -> Measurements:
+    """Return the measures in the last reading of a monitor's passes, as those of a model of which no more is known."""
+    rows = pd.concat([training.select_layer(state) for state in training.states])
+    rows = rows[rows["step"] == rows["step"].max()]
+    measures = rows.set_index("layer").drop(columns=list(TRAJECTORY_KEYS), errors="ignore")
+    return Measurements(
+        model={"name": str(rows["model"].iloc[0]), "revision": None},
+        weights="",
+        identity="",
+        settings={"step": int(rows["step"].iloc[0]), "groups": training.num_groups},
+        sources={str(rows["source"].iloc[0]): measures.to_dict("index")},
+        spectra={},
+        matrices={},
+        final_norm=None,
+        kind="places",
+    )
+
+
+def _read_ends(argument: ModelArgument, table: pd.DataFrame) -> list[MeasuredModel]:
+    path = find_trajectory(argument.name)
+    assert path is not None
+    folder, ends = path.parent, []
     for _, row in table.iloc[[0, -1]].iterrows():
         checkpoint = Checkpoint(str(row["revision"]), name="")
         try:
@@ -144,13 +187,13 @@ def _read_ends(folder: Path, table: pd.DataFrame) -> list[MeasuredModel]:
 
 
 def _read_table(argument: ModelArgument) -> pd.DataFrame:
-    path = Path(argument.name) / measures_file.TRAJECTORY_FILE
-    if not path.is_file():
+    path = find_trajectory(argument.name)
+    if path is None:
         raise UserError(
             f"{argument.name} holds no {measures_file.TRAJECTORY_FILE}; expected folders of istar measure --revisions "
-            "or --checkpoints alone, or models alone"
+            "or --checkpoints and files of istar.Monitor alone, or models alone"
         )
-    text_columns = [name for name in trajectory_file.KEY_COLUMNS if name != "step"]
+    text_columns = [name for name in TRAJECTORY_KEYS if name != "step"]
     try:
         dtypes = defaultdict[str, type](lambda: float)
         dtypes.update(dict.fromkeys(text_columns, str))

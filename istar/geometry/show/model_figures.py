@@ -60,7 +60,8 @@ def make_measure_panel(measure: Measure, lines: Sequence[Line], width: int, titl
     if measure.bounds is not None:
         low, high = measure.bounds
         # Cosines that are not negative need no axis from -1 on.
-        bounds = (low if any(y < 0 for y in values) else max(low, 0), float(width) if high == "d" else high)
+        high = max([width, *filter(math.isfinite, values)]) if high == "d" else high  # a width of 0 is not known
+        bounds = (low if any(y < 0 for y in values) else max(low, 0), float(high))
     low_ends = [y - error for line in lines if line.y_error for y, error in zip(line.y, line.y_error, strict=True)]
     # A logarithmic axis cannot show an interval that reaches 0.
     log_y = measure.log and need_log_axis(values) and not any(low_end <= 0 for low_end in low_ends)

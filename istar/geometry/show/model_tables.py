@@ -155,6 +155,7 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
 
 
 _TRAINING_COLUMNS = {
+    "IsoScore, unbiased": ("isoscore_unbiased", ""),
     **{measure.title: (measure.name, "") for measure in MEASURES if measure.summary},
     "I(W), input": ("partition_isotropy_both", "input_embeddings"),
     "I(W), output": ("partition_isotropy_both", "output_embeddings"),
@@ -178,7 +179,8 @@ def build_training_sheet(trainings: Sequence[MeasuredTraining]) -> Sheet:
             cells[header] = number_entry(value, training.half_widths_by_step(layer_name, name)[-1])
         rows.append(row)
         shown.append({**row, **cells})
-    return replace(_make_sheet("trainings", pd.DataFrame(shown), pd.DataFrame(rows)), name="models")
+    frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
+    return replace(_make_sheet("trainings", pd.DataFrame(shown)[list(frame)], frame), name="models")
 
 
 def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:

@@ -32,8 +32,12 @@ _MAX_COLUMNS = 7
 """Most columns of numbers that fit into a line of 80 characters."""
 _SUMMARY_HEADERS = {**{name: HEADERS[name] for name in SUMMARY_MEASURES}, "partition_raw": "I(W)"}
 """Headers of the tables with a row for each model, by the column of `build_model_sheet`."""
-_TERMINAL_COLUMNS = ("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W), input", "I(W), output")
-"""Columns of the table for the terminal; more would break headers and names within a line of 80 characters."""
+_TERMINAL_COLUMNS = (
+    *("InterSim", "IntraSim", "IsoScore", "TwoNN dimension", "I(W), input", "I(W), output", "IsoScore, unbiased"),
+)
+"""Columns of the table for the terminal, the most important first."""
+_MAX_TRAINING_COLUMNS = 6
+"""Most columns of that table; more would break headers and names within a line of 80 characters."""
 
 
 def make_title(model: MeasuredModel) -> str:
@@ -130,6 +134,8 @@ def _summarize(models: Sequence[MeasuredModel]) -> dict[str, list[float]]:
 def make_training_table(trainings: Sequence[MeasuredTraining]) -> Table:
     """Return a table with measures of the last layer and I(W) at each training's last checkpoint."""
     summary = build_training_sheet(trainings).frame
-    rows = {str(row["model"]): [float(row[name]) for name in _TERMINAL_COLUMNS] for row in summary.to_dict("records")}
-    title = "At the last checkpoint of each training; I(W) by both signs"
-    return number_table(title, "model", _TERMINAL_COLUMNS, rows)
+    columns = [name for name in _TERMINAL_COLUMNS if name in summary][:_MAX_TRAINING_COLUMNS]
+    rows = {str(row["model"]): [float(row[name]) for name in columns] for row in summary.to_dict("records")}
+    signs = "; I(W) by both signs" if any("I(W)" in name for name in columns) else ""
+    title = f"At the last step of each training{signs}"
+    return number_table(title, "model", columns, rows)

@@ -260,7 +260,7 @@ def test_tables_have_fields_of_their_own(complete_measurements: Measurements, tm
 
 def test_massive_activations_have_the_text_of_their_token() -> None:
     text, token = max(TOKENIZER.get_vocab().items())
-    summary = MassiveActivationsSummary(9, 1, 0.5, 500, 2e5, (Activation(-1e5, 3, token, 4),))
+    summary = MassiveActivationsSummary(9, 1, 0.5, 500, 1e5, 2e5, (Activation(-1e5, 3, token, 4),))
     assert describe_activations(summary, TOKENIZER.convert_ids_to_tokens) == [
         {"value": -1e5, "dimension": 3, "token": token, "position": 4, "ratio": 2e5, "text": text}
     ]

@@ -20,6 +20,7 @@ from istar.geometry.collect.stream import Stream
 from istar.geometry.show import terminal_tables
 from istar.models import saved_checkpoints, tiny
 from istar.models.saved_checkpoints import Checkpoint
+from istar.runs.names import TRAJECTORY_KEYS
 from tests.archives import compress_archive
 from tests.geometry.synthetic import make_measurements
 from tests.mock_hub import serving, set_offline, use
@@ -104,7 +105,7 @@ def measured_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_table_equals_separate_measurements(measured: Path, tmp_path: Path) -> None:
     rows = read_rows(measured / "out" / "trajectory.csv")
-    assert tuple(rows[0])[:6] == trajectory_file.KEY_COLUMNS
+    assert tuple(rows[0])[:6] == TRAJECTORY_KEYS
     # The checkpoints are sorted by step, not alphabetically.
     assert list(dict.fromkeys((row["model"], row["revision"], row["step"]) for row in rows)) == [
         ("tiny", "step1", "1"), ("tiny", "step2", "2"), ("tiny", "step10", "10")

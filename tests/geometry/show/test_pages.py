@@ -335,7 +335,7 @@ def test_trainings_are_compared_by_the_command(tmp_path: Path, capsys: pytest.Ca
         write_measures(make_measurements(), Path(first) / f"step{step}")
     out = tmp_path / "out"
     assert main(["compare", first, f"large={second}", "--out", str(out)]) == 0
-    assert "At the last checkpoint of each training" in capsys.readouterr().out
+    assert "At the last step of each training" in capsys.readouterr().out
     text = read_text(out)
     assert "Geometry of m (first) and large over training" in text
     assert "The first or last checkpoint of large has no measures.json any more, so that 10 groups" in text
