@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos --kills 50
     python -m benchmarks.chaos --sweep --kills 20
-    python -m benchmarks.chaos --task demo_sentence --kills 4 trainer.keep_models=log trainer.measure_every_n_steps=5
+    python -m benchmarks.chaos --task demo_sentence --kills 4 trainer.keep_models=log monitor.every=5
 
 Every kill is a SIGKILL, to all processes of the run at once or (where there are several) to one of them, at a random
 moment: one in four while it loads, the others while it trains, validates, writes or closes. Equal means: weights,

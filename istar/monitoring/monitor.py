@@ -21,7 +21,7 @@ from istar.monitoring.alarms import DEFAULT_ALARMS, Alarm, Collapse
 from istar.monitoring.sampling import PointSampler
 from istar.monitoring.stacked_measures import SAMPLE_MEASURES, StateSample, measure_samples
 from istar.monitoring.watched_states import PassArguments, StateWatcher
-from istar.runs.names import GRADIENT_NORM, PROBE, TRAINING
+from istar.runs.names import GRADIENT_NORM, PROBE, TRAINING, reading_key
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,9 +56,10 @@ class Reading(NamedTuple):
 
     def flatten(self) -> dict[str, float]:
         """Return the values by the keys of a log, such as `geometry/layer_1/inter_sim`."""
-        prefix = "geometry" if self.source == TRAINING else self.source
         return {
-            f"{prefix}/{state}/{name}": value for state, values in self.values.items() for name, value in values.items()
+            reading_key(self.source, state, name): value
+            for state, values in self.values.items()
+            for name, value in values.items()
         }
 
 

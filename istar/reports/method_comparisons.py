@@ -21,7 +21,7 @@ from istar.statistics.paired import Holm
 
 _TRIED_STATUSES = ("finished", "failed", "pruned")
 """Run statuses that count as a trial; an unfinished run may not have begun."""
-_LIMIT_KEYS = ("trainer.max_epochs", "trainer.stop_at_inter_sim", "task.limit_train", "task.validation_fraction")
+_LIMIT_KEYS = ("trainer.max_epochs", "monitor.stop_at_inter_sim", "task.limit_train", "task.validation_fraction")
 """Config keys that limit the training of a run without `trainer.max_steps`."""
 _LIMIT_KEYS_WITH_STEPS = (
     "trainer.max_steps", "task.limit_train", "task.validation_fraction", "data.batch_size",

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -11,13 +12,21 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
+from istar.measures.catalogue import MEASURES
 from istar.reports import paper
 from istar.reports.configurations import Cell, by_model_and_task
 from istar.reports.method_comparisons import select_runs_by_method
-from istar.runs.names import GEOMETRY_LABELS, axis_label, geometry_key, scale_for_display
+from istar.runs.names import PROBE, axis_label, reading_key, scale_for_display
 from istar.runs.record import METRICS_FILE, RunRecord
 
 _LOSS_COLUMN, _LOSS_LABEL = "train/task_loss", "training loss"
+_PROBE_COLUMN = re.compile(reading_key(PROBE, r"layer_(\d+)", r"\w+"))
+_LABELS = {
+    measure.name: measure.title
+    for measure in MEASURES
+    if measure.subject == "layers" and not measure.name.endswith("_error")
+}
+"""Labels of the panels' y axes, by measure."""
 _MAX_BINS = 50
 """Maximum number of points of a loss curve; each point is the mean over the steps of a bin."""
 
@@ -78,8 +87,8 @@ def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
 def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
     """Return a figure of the training loss and of each measure of the last layer, by step, for each name of a task.
 
-    A panel has a line for each method: the mean over its seeds, with the standard deviation as a band. Only runs that
-    measured their geometry during training, with `trainer.measure_every_n_steps`, are shown.
+    A panel has a line for each method: the mean over its seeds, with the standard deviation as a band. Only runs with
+    `monitor.every` and `monitor.probe_examples` are shown.
     """
     panels_by_task: dict[str, list[Panel]] = {}
     for runs in by_model_and_task(all_runs[all_runs["usable"]]):
@@ -89,8 +98,7 @@ def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
             name=f"training-{task}",
             title=f"Geometry during training: {task}",
             caption="The training loss without the penalty, and measures of the last layer on a sample of validation "
-            "examples, which is the same for all runs. Lines: means over seeds; bands: standard deviations. IsoScore "
-            "has ζ = 0.",
+            "examples, which is the same for all runs. Lines: means over seeds; bands: standard deviations.",
             kind="line",
             x_label="optimizer step",
             panels=tuple(panels),
@@ -104,7 +112,7 @@ def _build_task_panels(runs: pd.DataFrame) -> list[Panel]:
     """Return the panels of one model and task; their title is the label of the task if it is not only its name."""
     task, model = (str(runs[column].iloc[0]) for column in ("task", "model"))
     title = "" if task == runs["task.name"].iloc[0] else task
-    lines_by_label: dict[str, list[Line]] = {label: [] for label in (_LOSS_LABEL, *GEOMETRY_LABELS.values())}
+    lines_by_label: dict[str, list[Line]] = {label: [] for label in (_LOSS_LABEL, *_LABELS.values())}
     for method, method_runs in select_runs_by_method(runs).items():
         tables = [table for folder in method_runs["folder"] if (table := _read_metrics(Path(folder))) is not None]
         for label, lines in lines_by_label.items() if tables else ():
@@ -126,11 +134,10 @@ def _read_metrics(folder: Path) -> pd.DataFrame | None:
     try:
         table = pd.read_csv(path).apply(pd.to_numeric)
         table = table[np.isfinite(table["step"])].set_index("step")
-        names = [name for name in map(str, table) if name.startswith("geometry/layer_")]
-        layers = [int(name.split("/")[1].removeprefix("layer_")) for name in names]
+        layers = [int(match[1]) for match in map(_PROBE_COLUMN.fullmatch, map(str, table)) if match]
         if not layers:
             return None
-        columns = {geometry_key(max(layers), measure): label for measure, label in GEOMETRY_LABELS.items()}
+        columns = {reading_key(PROBE, f"layer_{max(layers)}", name): label for name, label in _LABELS.items()}
         columns[_LOSS_COLUMN] = _LOSS_LABEL
         return table.rename(columns=columns).reindex(columns=list(columns.values()))
     except pd.errors.EmptyDataError:

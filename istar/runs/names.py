@@ -77,27 +77,27 @@ def axis_label(metric: str) -> str:
     return metric if is_lower_better(metric) else f"{metric}, percent"
 
 
-def isotropy_key(layer: int | str, measure: str = "isoscore") -> str:
-    """Return the key that logs use for a measure on the validation data.
+def isotropy_key(layer: str) -> str:
+    """Return the key that logs use for IsoScore on the validation data.
 
-    `layer` is as in `geometry_key`, or `union` for layers 1 to L together.
+    `layer` is a number, 0 for the embedding output, `final_norm`, or `union` for layers 1 to L together.
 
-    >>> isotropy_key(2), isotropy_key("union"), isotropy_key("union", "inter_sim")
-    ('isotropy/layer_2/isoscore', 'isotropy/isoscore', 'isotropy/inter_sim')
+    >>> isotropy_key("0"), isotropy_key("2"), isotropy_key("union")
+    ('isotropy/embeddings/isoscore', 'isotropy/layer_2/isoscore', 'isotropy/isoscore')
     """
-    return f"isotropy/{measure}" if layer == "union" else f"isotropy/{_name_layer(layer)}/{measure}"
+    if layer == "union":
+        return "isotropy/isoscore"
+    state_names = {"0": "embeddings", FINAL_NORM: FINAL_NORM}
+    return f"isotropy/{state_names.get(layer, f'layer_{layer}')}/isoscore"
 
 
-def geometry_key(layer: int | str, measure: str) -> str:
-    """Return the key that logs use for a measure of a layer during training.
+def reading_key(source: str, state: str, measure: str) -> str:
+    """Return the key that logs use for a measure of a state in a reading of a monitor.
 
-    `layer` is a number, 0 for the embedding output and L before the final norm, or `final_norm` for the state after it.
+    >>> reading_key(TRAINING, "layer_2", "inter_sim"), reading_key(PROBE, "embeddings", "inter_sim")
+    ('geometry/layer_2/inter_sim', 'probe/embeddings/inter_sim')
     """
-    return f"geometry/{_name_layer(layer)}/{measure}"
-
-
-def _name_layer(layer: int | str) -> str:
-    return FINAL_NORM if layer == FINAL_NORM else f"layer_{layer}"
+    return f"{'geometry' if source == TRAINING else source}/{state}/{measure}"
 
 
 def format_metric(metric: str, value: float | None) -> str:
@@ -138,13 +138,3 @@ def format_difference(difference: float | None, low: float | None, high: float |
     format_spec = f"+.{count_decimals((high - low) / 2)}f"
     difference_text, low_text, high_text = (format_number(value, format_spec) for value in (difference, low, high))
     return difference_text, f"{low_text} to {high_text}"
-
-
-GEOMETRY_LABELS = {
-    "isoscore": "IsoScore",
-    "inter_sim": "InterSim",
-    "effective_rank": "effective rank",
-    "mean_kurtosis": "mean excess kurtosis",
-    "average_norm": "average norm",
-}
-"""Labels of the panels' y axes, by measure."""

@@ -77,7 +77,7 @@ def workspace(entity: str, project: str) -> Any:
                     wr.LinePlot(
                         title="IsoScore of each layer",
                         x="trainer/global_step",
-                        metric_regex=isotropy_key(".*"),
+                        metric_regex="isotropy/.+/isoscore",
                     ),
                 ],
             ),

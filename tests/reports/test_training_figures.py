@@ -21,7 +21,7 @@ def add_run(
     folder = save(record("clm", model, reg, seed, 20.0, data=str(data_dir), task__data_dir=data_dir), root)
     rows: list[dict[str, float]] = [{"step": step, "train/task_loss": 9 - step / 100} for step in range(400)]
     for step in STEPS:
-        rows.append({"step": step, "geometry/layer_1/inter_sim": -1.0, "geometry/layer_2/inter_sim": level * step})
+        rows.append({"step": step, "probe/layer_1/inter_sim": -1.0, "probe/layer_2/inter_sim": level * step})
     pd.DataFrame(rows).to_csv(folder / METRICS_FILE, index=False)
 
 

@@ -179,7 +179,7 @@ def test_checkpoints_of_a_run(root: Path, caplog: Any) -> None:
 
 BAD_GEOMETRIES = ["[" * 100_000, "{}", '{"examples": 1, "mean_activation": ["x"], "two_nn": []}', '{"examples": 1e400}']
 BAD_METRICS = [
-    "", "step,geometry/layer_x/isoscore\n1,2\n", "step,geometry/layer_1/isoscore\none,two\n", "a\0b\n\0", '"',
+    "", "step,probe/layer_x/isoscore\n1,2\n", "step,probe/layer_1/isoscore\none,two\n", "a\0b\n\0", '"',
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ The options of the group `reg` are in `istar.finetune.config.penalties`, which i
 
 from istar.finetune.config.groups import Config
 from istar.finetune.config.model_config import ModelConfig
+from istar.finetune.config.monitor_config import MonitorConfig
 from istar.finetune.config.optim_config import AdamWConfig, OptimConfig
 from istar.finetune.config.output_config import LoggerConfig, RunConfig, TensorBoardConfig, WandbConfig
 from istar.finetune.config.sweep_config import SweepConfig
@@ -17,6 +18,7 @@ __all__ = [
     "DataConfig",
     "LoggerConfig",
     "ModelConfig",
+    "MonitorConfig",
     "OptimConfig",
     "RunConfig",
     "SweepConfig",

@@ -1,6 +1,6 @@
 """Metadata of the fields of a run's config: their keys on the command line, and when a value matters to the outcome."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
@@ -47,3 +47,16 @@ def collects_further_keys(option: "Field[Any]") -> bool:
 def key_of(option: "Field[Any]") -> str:
     """Return the key of a field on the command line. It differs for `lambda`, which is a Python keyword."""
     return str(option.metadata.get("key", option.name))
+
+
+def format_settings(settings: Mapping[str, Any]) -> str:
+    """Return settings as they are written on the command line.
+
+    >>> format_settings({"monitor.every": None, "monitor.measures": ["inter_sim", "isoscore"]})
+    'monitor.every=null monitor.measures=[inter_sim,isoscore]'
+    """
+
+    def format_value(value: Any) -> str:
+        return f"[{','.join(value)}]" if isinstance(value, list) else "null" if value is None else str(value)
+
+    return " ".join(f"{key}={format_value(value)}" for key, value in settings.items())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from istar.errors import UserError, did_you_mean
 from istar.finetune.config.fields import NEVER_MATTERS, collects_further_keys, matters, values_that_count
 from istar.finetune.config.model_config import ModelConfig
+from istar.finetune.config.monitor_config import MonitorConfig
 from istar.finetune.config.optim_config import OPTIMIZERS, OptimConfig
 from istar.finetune.config.output_config import RunConfig
 from istar.finetune.config.task_config import DataConfig, TaskConfig
@@ -31,6 +32,7 @@ class Config:
     data: DataConfig
     optim: OptimConfig
     trainer: TrainerConfig
+    monitor: MonitorConfig
     logger: Any = field(metadata=NEVER_MATTERS)
     run: RunConfig = field(metadata=NEVER_MATTERS)
     seed: int = 42
@@ -55,7 +57,8 @@ class Config:
     @property
     def is_exact_in_parallel(self) -> bool:
         """Whether W processes with batches of B examples train as one process does with batches of W * B examples."""
-        return not self.task.stream and self.reg.effective.is_exact_in_parallel
+        # Each process chooses its share of the points of a reading, which may end the training.
+        return not self.task.stream and self.reg.effective.is_exact_in_parallel and not self.monitor.stops
 
     @property
     def merged_batch_size(self) -> int:

@@ -13,7 +13,7 @@ from istar.finetune.config.fields import FURTHER_KEYS, NEVER_MATTERS, matters
 
 @dataclass
 class TrainerConfig:
-    """Duration, hardware and monitoring of the training.
+    """Duration, hardware and checkpoints of the training.
 
     Arguments of `lightning.Trainer` keep their names. Those without a field here are accepted too, for example
     `trainer.benchmark=true`.
@@ -50,14 +50,6 @@ class TrainerConfig:
     """auto, ddp, or fsdp, which shards the model over the processes; with several devices auto means ddp."""
     early_stopping: int | None = None
     """Number of validations without a better headline metric after which training stops; null never stops early."""
-    monitor_isotropy: bool = field(default=False, metadata=NEVER_MATTERS)
-    """Also log the InterSim, norms and ranks of each layer after every validation."""
-    stop_at_inter_sim: float | None = None
-    """Mean InterSim of the layers, in [-1, 1], that stops training if it persists; null never stops."""
-    inter_sim_patience: int = field(
-        default=2, metadata=matters(if_=lambda config: config.trainer.stop_at_inter_sim is not None)
-    )
-    """Number of consecutive validations that must reach `stop_at_inter_sim`."""
     checkpoints: bool = True
     """Keep the best and the latest state. Without checkpoints, a run returns its last weights and cannot be resumed."""
     checkpoint_every_n_steps: int | None = field(default=None, metadata=NEVER_MATTERS)
@@ -67,12 +59,6 @@ class TrainerConfig:
     keep_models: Any = field(default=None, metadata=NEVER_MATTERS)
     """Optimizer steps after which the model is kept as `models/step-<n>/`: log (0, 1, 2, 4, ..., 512, then every 1000),
     or a number n for every n steps; in both cases also the last step. null keeps none."""
-    measure_every_n_steps: int | None = field(default=None, metadata=NEVER_MATTERS)
-    """Optimizer steps between two measurements of each layer's geometry, which are also made before training and at its
-    end; null measures none."""
-    measure_examples: int = field(default=64, metadata=NEVER_MATTERS)
-    """Number of examples of the first validation set that `measure_every_n_steps` measures: a random sample, always the
-    same one."""
     # Never matters: a run that finishes with `stop` has had no step that `skip` would have skipped.
     nonfinite: str = field(default="stop", metadata=NEVER_MATTERS)
     """Reaction to a NaN or infinite loss or gradient: stop the run, or skip the optimizer step."""
@@ -99,13 +85,9 @@ class TrainerConfig:
                 raise UserError(f"trainer.{name}={value}; expected {expected}")
         for name in (
             "max_epochs", "max_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "early_stopping",
-            "inter_sim_patience", "log_every_n_steps", "checkpoint_every_n_steps", "measure_every_n_steps",
-            "measure_examples",
+            "log_every_n_steps", "checkpoint_every_n_steps",
         ):  # fmt: skip
             check_at_least(1, f"trainer.{name}", getattr(self, name))
-        if self.stop_at_inter_sim is not None and not -1 <= self.stop_at_inter_sim <= 1:
-            value = f"trainer.stop_at_inter_sim={self.stop_at_inter_sim:g}"
-            raise UserError(f"{value} is not an average cosine; expected -1 to 1")
         if self.gradient_clip_val is not None and not self.gradient_clip_val > 0:
             raise UserError(f"trainer.gradient_clip_val={self.gradient_clip_val:g} must be above 0, or null for none")
         minutes = self.checkpoint_every_n_minutes

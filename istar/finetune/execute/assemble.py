@@ -17,7 +17,6 @@ from istar.finetune.training.data import FineTuningData
 from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.language_model import LanguageModelTuner
-from istar.finetune.training.layer_geometry import GeometryProbe, ValidationGeometry
 from istar.finetune.training.module import FineTuner
 from istar.finetune.training.progress import RunProgress
 from istar.finetune.training.refresh import ShrinkageCovariance
@@ -28,6 +27,8 @@ from istar.finetune.training.trainer import (
     count_processes_to_start,
     writes_checkpoints,
 )
+from istar.finetune.training.validation_isoscore import ValidationIsoScore
+from istar.finetune.training.watching import WatchTraining
 from istar.hidden_states import AttachedPenalty
 from istar.measures.numerics import keep_freed_memory
 from istar.regularizers import special_ids
@@ -43,10 +44,11 @@ class Tracks:
     stop_signal: StopSignal
     progress: RunProgress
     metrics_file: MetricsFile
-    geometry: ValidationGeometry
+    isotropy: ValidationIsoScore
     history: History
     checkpoints: Checkpoints | None
     covariance: ShrinkageCovariance | None
+    watching: WatchTraining | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def assemble(prepared: PreparedRun, trial: str | None) -> Job:
     module = _make_module(prepared, model)
     data_module = FineTuningData(data.train, data.validation, data.test, collate, config.data, config.seed, data.stream)
     tracks = _make_tracks(prepared, module, data_module)
-    callbacks = _list_callbacks(prepared, tracks, data_module, trial)
+    callbacks = _list_callbacks(prepared, tracks, trial)
     trainer = build_trainer(
         config.trainer, spec.selection_metric, prepared.identity.folder, callbacks, tracks.checkpoints
     )
@@ -115,11 +117,12 @@ def _make_module(prepared: PreparedRun, model: PreTrainedModel) -> FineTuner:
 
 
 def _make_tracks(prepared: PreparedRun, module: FineTuner, data_module: FineTuningData) -> Tracks:
-    settings, folder = prepared.identity.config.trainer, prepared.identity.folder
+    config, folder = prepared.identity.config, prepared.identity.folder
+    settings = config.trainer
     stop_signal, metrics_file = StopSignal(), MetricsFile(folder / METRICS_FILE)
     progress = RunProgress(folder, settings.progress_bar)
-    geometry = ValidationGeometry(settings.monitor_isotropy, settings.stop_at_inter_sim, settings.inter_sim_patience)
-    history = History(prepared.identity.spec.selection_metric, geometry, writes_checkpoints(settings))
+    isotropy = ValidationIsoScore()
+    history = History(prepared.identity.spec.selection_metric, isotropy, writes_checkpoints(settings))
     checkpoints = covariance = None
     if writes_checkpoints(settings):
         distance = settings.checkpoint_every_n_steps, settings.checkpoint_every_n_minutes
@@ -129,27 +132,24 @@ def _make_tracks(prepared: PreparedRun, module: FineTuner, data_module: FineTuni
     if penalty is not None and penalty.penalty.needs_shrinkage_covariance and penalty.penalty.weight != 0:
         data_arguments = data_module.train, data_module.collate, data_module.config.eval_batch_size
         covariance = ShrinkageCovariance(penalty, *data_arguments, data_module.seed, progress, stop_signal)
+    watching = None if config.monitor.every is None else WatchTraining(config.monitor, data_module)
     return Tracks(
-        stop_signal=stop_signal, progress=progress, metrics_file=metrics_file, geometry=geometry, history=history,
-        checkpoints=checkpoints, covariance=covariance,
+        stop_signal=stop_signal, progress=progress, metrics_file=metrics_file, isotropy=isotropy, history=history,
+        checkpoints=checkpoints, covariance=covariance, watching=watching,
     )  # fmt: skip
 
 
-def _list_callbacks(
-    prepared: PreparedRun, tracks: Tracks, data_module: FineTuningData, trial: str | None
-) -> list[L.Callback]:
+def _list_callbacks(prepared: PreparedRun, tracks: Tracks, trial: str | None) -> list[L.Callback]:
     settings, folder = prepared.identity.config.trainer, prepared.identity.folder
-    callbacks: list[L.Callback] = [tracks.stop_signal, tracks.geometry, tracks.history, tracks.progress]
+    callbacks: list[L.Callback] = [tracks.stop_signal, tracks.isotropy, tracks.history, tracks.progress]
     if trial is not None:
         from istar.finetune.training.pruning import PruningCallback, TrialReference
 
         callbacks.append(PruningCallback(TrialReference.parse(trial), tracks.history))
     if tracks.covariance is not None:
         callbacks.append(tracks.covariance)
-    if settings.measure_every_n_steps is not None:
-        rows, batch_size = data_module.validation[0], data_module.config.eval_batch_size
-        interval, num_examples = settings.measure_every_n_steps, settings.measure_examples
-        callbacks.append(GeometryProbe(rows, data_module.collate, batch_size, interval, num_examples))
+    if tracks.watching is not None:
+        callbacks.append(tracks.watching)
     if settings.keep_models is not None:
         callbacks.append(KeptModels(folder / KEPT_MODELS, settings.keep_models, prepared.tokenizer))
     return callbacks

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from istar.errors import UserError, shorten
 from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
 from istar.files.parsing import is_missing
-from istar.finetune.config import Config, ModelConfig, TaskConfig, TensorBoardConfig, TrainerConfig
+from istar.finetune.config import Config, ModelConfig, MonitorConfig, TaskConfig, TensorBoardConfig
+from istar.finetune.config.fields import format_settings
 from istar.finetune.config.groups import settings_of
 from istar.finetune.config.task_config import find_task_spec
 from istar.finetune.execute import extras, precision
@@ -245,14 +246,10 @@ def _describe_shortcoming(folder: Path, record: RunRecord, config: Config) -> st
     for file_name, (key, is_requested) in outputs.items():
         if is_requested and not (folder / file_name).exists():
             return f"was run without {file_name}; {key}=false accepts it"
-    previous_settings = record.config.get("trainer", {})
-    is_monitored = previous_settings.get("monitor_isotropy") or previous_settings.get("stop_at_inter_sim") is not None
-    if config.trainer.monitor_isotropy and not is_monitored:
-        return "was run without trainer.monitor_isotropy, so its log lacks these measures"
     if config.trainer.nonfinite == "stop" and record.skipped_steps:
         return f"has skipped {record.skipped_steps} steps; trainer.nonfinite=skip accepts it"
-    missing_measurements = _describe_missing_measurements(previous_settings, config.trainer)
-    return missing_measurements or _describe_missing_models(folder, record, config)
+    missing_readings = _describe_missing_readings(record.config.get("monitor", {}), config.monitor)
+    return missing_readings or _describe_missing_models(folder, record, config)
 
 
 def _describe_missing_models(folder: Path, record: RunRecord, config: Config) -> str:
@@ -270,15 +267,12 @@ def _describe_missing_models(folder: Path, record: RunRecord, config: Config) ->
     return f"was run without {missing_model}/ of trainer.keep_models={schedule}; trainer.keep_models=null accepts it"
 
 
-def _describe_missing_measurements(previous_settings: Mapping[str, Any], settings: TrainerConfig) -> str:
-    interval, previous_interval = settings.measure_every_n_steps, previous_settings.get("measure_every_n_steps")
-    num_examples = previous_settings.get("measure_examples")
-    if interval is None:
+def _describe_missing_readings(previous_group: Mapping[str, Any], config: MonitorConfig) -> str:
+    if config.every is None:
         return ""
-    # The finished run has measured every requested step if the interval is a multiple of the previous one.
-    if previous_interval and interval % previous_interval == 0 and num_examples == settings.measure_examples:
-        return ""
-    return (
-        f"was run with trainer.measure_every_n_steps={previous_interval or 'null'} "
-        f"trainer.measure_examples={num_examples}, which accept it"
-    )
+    requested = config.reading_settings
+    previous = {key: previous_group.get(key.removeprefix("monitor.")) for key in requested}
+    # The finished run has all requested readings if the interval is a multiple of the previous one.
+    if previous["monitor.every"] and config.every % previous["monitor.every"] == 0:
+        requested = {**requested, "monitor.every": previous["monitor.every"]}
+    return "" if previous == requested else f"was run with {format_settings(previous)}, which accept it"

@@ -12,7 +12,7 @@ from istar.finetune.config.schema import to_dict
 from istar.finetune.execute.assemble import CHECKPOINTS_FOLDER, Job
 from istar.finetune.execute.model_card import MODEL_CARD, make_model_card
 from istar.finetune.execute.provenance import describe_code, describe_hardware, installed_versions
-from istar.finetune.execute.run_summary import build_geometry_plot, build_isotropy_plot
+from istar.finetune.execute.run_summary import build_isotropy_plot
 from istar.finetune.tasks.evaluation import write_submission
 from istar.finetune.tasks.loading import count_overlap
 from istar.finetune.training.checkpoints import remove_old_checkpoints
@@ -25,7 +25,7 @@ from istar.models import pretrained
 from istar.runs.record import GEOMETRY, RunRecord, read_start_time, write_predictions, write_result
 
 ISOTROPY_PICTURE = "isotropy.png"
-GEOMETRY_PICTURE = "geometry_over_steps.png"
+READINGS, READINGS_PICTURE = "geometry_over_steps.csv", "geometry_over_steps.png"
 
 
 def start_record(job: Job) -> RunRecord:
@@ -57,12 +57,10 @@ def record_results(job: Job, record: RunRecord, timing: dict[str, Any], start_ti
         return record
     if job.tracks.checkpoints is not None:
         remove_old_checkpoints(job.identity.folder / CHECKPOINTS_FOLDER, job.tracks.checkpoints.best_weights_path())
-    plot_by_name = {ISOTROPY_PICTURE: build_isotropy_plot(record)}
-    if job.identity.config.trainer.measure_every_n_steps is not None:
-        plot_by_name[GEOMETRY_PICTURE] = build_geometry_plot(job.tracks.metrics_file.rows)
-    for name, plot in plot_by_name.items():
-        with atomic_write(job.identity.folder / name) as file:
-            file.write(render(plot, ["png"])["png"])
+    with atomic_write(job.identity.folder / ISOTROPY_PICTURE) as file:
+        file.write(render(build_isotropy_plot(record), ["png"])["png"])
+    if job.tracks.watching is not None:
+        job.tracks.watching.save(job.identity.folder / READINGS, job.identity.folder / READINGS_PICTURE)
     # result.json is written last, because a folder that has it counts as a finished run.
     job.tracks.metrics_file.finalize("success")
     log_result(job.trainer, asdict(record))
@@ -156,7 +154,7 @@ def _make_result_fields(job: Job) -> dict[str, Any]:
         "isotropy": {
             "before": history.before_training["isotropy"],
             "after": best_entry["isotropy"],
-            "points": job.tracks.geometry.num_points,
+            "points": job.tracks.isotropy.num_points,
         },
         "epochs": history.epochs,
         "skipped_steps": job.module.step_guard.num_skipped,

@@ -1,26 +1,14 @@
-"""The table of one run for the terminal, and its pictures: IsoScore by layer, and the geometry over the steps."""
+"""The table of one run for the terminal, and its picture of IsoScore by layer."""
 
-import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich.table import Table
 
-from istar.drawing.plot import Line, Panel, Plot, evenly_spaced
+from istar.drawing.plot import Line, Panel, Plot
 from istar.runs.key import RunKey
 from istar.runs.labels import shorten_model_name
-from istar.runs.names import (
-    BASE,
-    GEOMETRY_LABELS,
-    format_metric,
-    format_number,
-    geometry_key,
-    is_lower_better,
-    scale_for_display,
-)
+from istar.runs.names import BASE, format_metric, format_number, is_lower_better, scale_for_display
 from istar.runs.record import RunRecord
-
-_MEASURE_KEY = re.compile(geometry_key(r"(\d+)", r"(\w+)"))
 
 
 def describe_penalty(key: RunKey) -> str:
@@ -92,34 +80,4 @@ def build_isotropy_plot(record: RunRecord) -> Plot:
         x_label="layer",
         panels=(Panel("IsoScore", lines, task, model, score_text, y_bounds=(0, 1)),),
         x_names={float(layer): str(layer) if layer else "emb." for layer in layer_indices},
-    )
-
-
-def build_geometry_plot(rows: Iterable[Mapping[str, float]]) -> Plot:
-    """Return the plot of the layers' measures against the optimizer step, with a panel for each measure.
-
-    A panel has a line for each of at most five evenly spaced layers. `rows` are from a run's `metrics.csv`, where a
-    measure has the key `geometry/layer_<l>/<measure>`.
-    """
-    measured_rows = [row for row in rows if any(_MEASURE_KEY.fullmatch(name) for name in row)]
-    steps = tuple(float(row["step"]) for row in measured_rows)
-    layer_indices = sorted(
-        {int(match[1]) for row in measured_rows for name in row if (match := _MEASURE_KEY.fullmatch(name))}
-    )
-    panels = []
-    for measure, label in GEOMETRY_LABELS.items():
-        values_by_layer = {
-            layer: tuple(row[geometry_key(layer, measure)] for row in measured_rows)
-            for layer in evenly_spaced(layer_indices)
-        }
-        lines = [Line(f"layer {layer}" if layer else "embeddings", steps, ys) for layer, ys in values_by_layer.items()]
-        panels.append(Panel(label, lines))
-    return Plot(
-        name="geometry_over_steps",
-        title="Geometry of the layers during training",
-        caption="Measures of the hidden states of a sample of validation examples, which is always the same one.",
-        kind="line",
-        x_label="optimizer step",
-        panels=tuple(panels),
-        ordered=True,
     )

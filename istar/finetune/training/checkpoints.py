@@ -25,7 +25,7 @@ from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.finetune.training.signals import StopSignal
 from istar.models.archives import load_archive
 
-CHECKPOINT_FORMAT = 5
+CHECKPOINT_FORMAT = 6
 """Version of the checkpoint format; checkpoints of other versions are refused."""
 NUM_KEPT_CHECKPOINTS = 2
 """Number of checkpoints to keep, so that the previous one can be used if the newest is damaged."""

@@ -20,8 +20,8 @@ from lightning.pytorch.loggers import Logger
 from istar.errors import shorten
 from istar.files.writing import escape_cell, unescape_cell, write_text
 from istar.finetune.tasks.evaluation import Evaluation
-from istar.finetune.training.layer_geometry import ValidationGeometry
 from istar.finetune.training.module import FineTuner
+from istar.finetune.training.validation_isoscore import ValidationIsoScore
 from istar.runs.names import merit
 
 _SECONDS_BETWEEN_WRITES = 5.0
@@ -39,7 +39,7 @@ class History(L.Callback):
     """
 
     selection_metric: str
-    geometry: ValidationGeometry  # measures the isotropy; it must precede this callback
+    isotropy: ValidationIsoScore  # it must precede this callback
     keep_best: bool = True  # False makes the latest epoch the best, for runs without checkpoints of earlier epochs
     before_training: dict[str, Any] = field(default_factory=dict, init=False)  # metrics and isotropy before training
     # One entry per validation during training, with `epoch` (counted from 1), `step`, `metrics` and `isotropy`.
@@ -57,7 +57,7 @@ class History(L.Callback):
         metrics = dict(pl_module.metrics)
         if "loss" not in metrics and "val/loss" in trainer.callback_metrics:
             metrics["loss"] = trainer.callback_metrics["val/loss"].item()
-        entry = {"metrics": metrics, "isotropy": dict(self.geometry.scores)}
+        entry = {"metrics": metrics, "isotropy": dict(self.isotropy.scores)}
         if trainer.state.fn == "validate":
             self.before_training = entry
             return

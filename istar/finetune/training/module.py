@@ -331,11 +331,13 @@ def _average_metrics(micro_batches: Sequence[Mapping[str, Tensor]]) -> dict[str,
     return dict(zip(names, (sums / counts).unbind(), strict=True))
 
 
-def log_immediately(trainer: L.Trainer, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Send metrics to the trainer's loggers immediately, and return them as floats."""
+def log_immediately(trainer: L.Trainer, metrics: Mapping[str, Any], step: int | None = None) -> dict[str, float]:
+    """Send metrics of a step, by default the current one, to the trainer's loggers; return them as floats."""
     value_by_name = {name: float(value) for name, value in metrics.items()}
     for logger in trainer.loggers:
-        logger.log_metrics({"epoch": trainer.current_epoch, **value_by_name}, step=trainer.global_step)
+        logger.log_metrics(
+            {"epoch": trainer.current_epoch, **value_by_name}, step=trainer.global_step if step is None else step
+        )
     return value_by_name
 
 

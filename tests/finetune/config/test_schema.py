@@ -106,7 +106,7 @@ def test_every_option_composes_and_is_read_back(composed: Callable[..., Config],
     others += ["optim.name=NAdam", "optim.arguments.momentum_decay=0.1"] if "optim=torch" in others else []
     config = check_choice(composed, task, reg, model, f"logger={logger}", *others, "seed=7", "task.limit_train=3")
     values = to_dict(config)
-    assert list(values) == ["task", "model", "reg", "data", "optim", "trainer", "logger", "run", "seed"]
+    assert list(values) == ["task", "model", "reg", "data", "optim", "trainer", "monitor", "logger", "run", "seed"]
     assert schema.load(OmegaConf.create(values)) == config
     assert to_dict(schema.load(OmegaConf.create(values))) == values
 

@@ -18,7 +18,8 @@ EFFECTS: dict[str, tuple[list[str], list[str]]] = {
             "task.limit_train=100 task.limit_validation=50 task.data_dir=/elsewhere task.submission=true",
             "task.doc_stride=64 task.n_best=5 task.max_answer_length=9",
             "task.packing=false task.whole_word=true task.shuffle_blocks=3",
-            "trainer.inter_sim_patience=5 trainer.monitor_isotropy=true trainer.keep_models=log",
+            "monitor.every=9 monitor.points=50 monitor.measures=[isoscore] monitor.readings=5 monitor.action=null",
+            "monitor.every=9 monitor.probe_examples=null trainer.keep_models=log",
             "trainer.val_check_interval=1.0 trainer.max_time=null trainer.max_steps=null",
             "trainer.val_check_interval=null trainer.limit_train_batches=null trainer.limit_val_batches=null",
             "trainer.gradient_clip_algorithm=norm trainer.detect_anomaly=false",
@@ -31,8 +32,8 @@ EFFECTS: dict[str, tuple[list[str], list[str]]] = {
         [
             "task.max_length=128",
             "task.validation_fraction=0.1",
-            "trainer.stop_at_inter_sim=0.5",
-            "trainer.stop_at_inter_sim=0.5 trainer.inter_sim_patience=5",
+            "monitor.every=9 monitor.stop_at_inter_sim=0.5",
+            "monitor.every=9 monitor.action=stop",
             "trainer.limit_train_batches=1",  # one batch rather than all of them
             "trainer.fast_dev_run=true",
             "trainer.inference_mode=null",
@@ -48,6 +49,17 @@ EFFECTS: dict[str, tuple[list[str], list[str]]] = {
             "optim.lr=1e-5",
             "seed=7",
         ],
+    ),
+    "monitor.every=9 monitor.stop_at_inter_sim=0.5": (
+        ["monitor.probe_examples=9", "monitor.measures=[inter_sim]", "monitor.action=null"],
+        [
+            "monitor.every=8", "monitor.points=50", "monitor.readings=5", "monitor.action=stop",
+            "data.batch_size=8 trainer.devices=2",
+        ],
+    ),
+    "monitor.every=9 monitor.action=stop": (
+        ["monitor.probe_examples=null"],
+        ["monitor.measures=[inter_sim]", "monitor.readings=5", "monitor.action=warn"],
     ),
     "task=squad": (["task.max_length=384"], ["task.doc_stride=64", "task.n_best=5", "task.max_answer_length=9"]),
     "task=clm": (["task.whole_word=true", "task.shuffle_blocks=3"], ["task.packing=false"]),
@@ -130,7 +142,7 @@ def test_a_penalty_of_weight_0_is_none(composed: Callable[..., Config]) -> None:
 def test_settings_have_the_keys_of_the_command_line(composed: Callable[..., Config]) -> None:
     config = composed("task=rte", "reg.zeta=auto", "trainer.benchmark=true")
     settings, values = settings_of(config), schema.to_dict(config)
-    assert list(settings) == ["task", "model", "reg", "data", "optim", "trainer", "seed"]
+    assert list(settings) == ["task", "model", "reg", "data", "optim", "trainer", "monitor", "seed"]
     assert [settings["reg"][key] for key in ("name", "lambda", "zeta")] == ["istar", -1.0, "auto"]
     assert settings["trainer"]["benchmark"] is True
     for group in set(settings) - {"seed"}:

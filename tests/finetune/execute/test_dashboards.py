@@ -78,7 +78,7 @@ def test_the_summary_is_the_result_and_not_the_last_epoch(small: Build, wandb: A
     assert summary["isotropy/isoscore"] == after["union"]
     assert summary["isotropy/layer_2/isoscore"] == after["2"]
     assert summary["before/isotropy/isoscore"] == before["union"]
-    assert summary["before/isotropy/layer_0/isoscore"] == before["0"]
+    assert summary["before/isotropy/embeddings/isoscore"] == before["0"]
     assert summary["seconds/total"] == record.timing["total"]
 
 
@@ -268,7 +268,7 @@ def test_every_panel_reads_what_a_run_has_logged(small: Build, wandb: Any, works
         else:
             assert key in logged_names | summary | metrics_of_all_tasks
     [regex] = [panel["config"]["metricRegex"] for panel in panels if "metricRegex" in panel["config"]]
-    layers = {f"isotropy/layer_{layer}/isoscore" for layer in range(3)}
+    layers = {f"isotropy/{state}/isoscore" for state in ("embeddings", "layer_1", "layer_2")}
     assert {name for name in logged_names if re.fullmatch(regex, name)} == layers
 
 

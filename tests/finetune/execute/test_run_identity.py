@@ -88,8 +88,6 @@ def test_a_finished_run_must_hold_what_is_requested_now(small: Build, tmp_path: 
     ):
         with pytest.raises(UserError, match=rf"without {missing_file}; {key}=false accepts it; run\.overwrite=true"):
             look_up_finished_run(*run_overrides, f"{key}=true")
-    with pytest.raises(UserError, match=r"was run without trainer\.monitor_isotropy"):
-        look_up_finished_run(*run_overrides, "trainer.monitor_isotropy=true")
     assert look_up_finished_run(*run_overrides, "trainer.nonfinite=skip", skipped_steps=3) is not None
     with pytest.raises(UserError, match=r"has skipped 3 steps; trainer\.nonfinite=skip accepts it"):
         look_up_finished_run(*run_overrides, skipped_steps=3)
@@ -102,13 +100,14 @@ def test_a_finished_run_must_have_measured_the_requested_steps(small: Build, tmp
         write_result(make_finished_record("finished", small(*accepted, *record_overrides)), tmp_path)
         return read_finished_run(tmp_path, small(*accepted, *overrides))
 
-    measured = ("trainer.measure_every_n_steps=2",)
+    measured = ("monitor.every=2", "monitor.measures=[inter_sim,isoscore]")
     for steps in ("2", "4", "null"):
-        assert look_up(measured, f"trainer.measure_every_n_steps={steps}") is not None
-    for steps, examples in (("3", "64"), ("2", "8")):
-        with pytest.raises(UserError, match=r"was run with trainer\.measure_every_n_steps=2 trainer\.measure_ex"):
-            look_up(measured, f"trainer.measure_every_n_steps={steps}", f"trainer.measure_examples={examples}")
-    with pytest.raises(UserError, match=r"was run with trainer\.measure_every_n_steps=null trainer\.measure_ex"):
+        assert look_up(measured, *measured, f"monitor.every={steps}") is not None
+    previous = r"monitor\.points=4096 monitor\.measures=\[inter_sim,isoscore\] monitor\.probe_examples=64, which"
+    for other in ("every=3", "every=1", "probe_examples=8", "points=50", "measures=[inter_sim]"):
+        with pytest.raises(UserError, match=rf"was run with monitor\.every=2 {previous}"):
+            look_up(measured, *measured, f"monitor.{other}")
+    with pytest.raises(UserError, match=r"was run with monitor\.every=null .* monitor\.measures=\[\]"):
         look_up((), *measured)
 
 

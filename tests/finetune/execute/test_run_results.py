@@ -89,7 +89,7 @@ def test_logged_keys(cached_run: Callable[..., Any], reg: str) -> None:
     columns = logged(folder)
     expected = {"train/loss", "train/task_loss", "train/lr", "train/grad_norm", "val/accuracy", "val/f1", "val/loss"}
     expected |= {"train/tokens_per_second"}
-    expected |= {"isotropy/isoscore", *(f"isotropy/layer_{layer}/isoscore" for layer in range(3))}
+    expected |= {"isotropy/isoscore", *(f"isotropy/{state}/isoscore" for state in ("embeddings", "layer_1", "layer_2"))}
     if reg != "none":
         expected |= {"train/penalty", "train/points"}
     if reg == "istar":

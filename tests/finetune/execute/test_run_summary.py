@@ -1,9 +1,7 @@
-"""The pictures of a run: IsoScore of every layer before and after training, and the geometry over the steps."""
-
-import pytest
+"""The picture of a run: IsoScore of every layer before and after training."""
 
 from istar.drawing.rendering import render
-from istar.finetune.execute.run_summary import build_geometry_plot, build_isotropy_plot
+from istar.finetune.execute.run_summary import build_isotropy_plot
 from tests.reports.synthetic import istar, record
 
 
@@ -19,17 +17,3 @@ def test_it_shows_every_layer_before_and_after_training():
     assert (after.label, after.y) == ("after training", (0.5, 0.6, 0.8, 0.7))
     assert plot.x_names[0.0] == "emb."
     assert render(plot, ["png"])["png"].startswith(b"\x89PNG")
-
-
-def test_the_plot_has_the_numbers_of_the_rows() -> None:
-    measures = ("isoscore", "inter_sim", "effective_rank", "mean_kurtosis", "average_norm")
-    rows = [
-        {"step": step, **{f"geometry/layer_{n}/{name}": step + n / 100 for n in range(13) for name in measures}}
-        for step in (0, 5, 10)
-    ]
-    plot = build_geometry_plot([{"step": 3, "train/loss": 1.0}, *rows, {"step": 4, "geometry/seconds": 1.0}])
-    assert len(plot.panels) == 5
-    for panel in plot.panels:
-        assert [line.label for line in panel.lines] == ["embeddings", "layer 3", "layer 6", "layer 9", "layer 12"]
-        assert panel.lines[2].x == (0, 5, 10)
-        assert panel.lines[2].y == pytest.approx((0.06, 5.06, 10.06))

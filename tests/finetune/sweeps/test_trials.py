@@ -194,7 +194,7 @@ def test_each_run_is_composed_from_its_own_overrides(make_sweeper: Callable[...,
     sweeper = make_sweeper()
     interpolated = sweeper.compose(["seed=${trainer.max_epochs}", "trainer.max_epochs=7", "reg=cosreg"])
     assert (schema.load(interpolated).seed, interpolated.reg.name) == (7, "cosreg")
-    for wrong in ("trainer.max_epochs=many", "reg.no_key=1", "trainer.monitor_isotropy=maybe"):
+    for wrong in ("trainer.max_epochs=many", "reg.no_key=1", "trainer.checkpoints=maybe"):
         with pytest.raises(HydraException, match=re.escape(wrong)):
             sweeper.compose([wrong])
     plain = sweeper.compose([])

@@ -7,7 +7,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kurtosis
 from transformers import AutoModelForSequenceClassification
 
 from istar.finetune.config import AdamWConfig, DataConfig
@@ -88,9 +87,7 @@ def compute_measures_naively(points, names):
         "inter_sim": ((unit @ unit.T).sum() - n) / (n * (n - 1)),
         "effective_rank": np.exp(-(shares * np.log(shares)).sum()),
         "participation_ratio": (singular**2).sum() ** 2 / (singular**4).sum(),
-        "mean_kurtosis": kurtosis(points).mean(),
         "average_norm": norms.mean(),
-        "norm_ratio": np.linalg.norm(points.mean(0)) / norms.mean(),
     }
     return {name: measures[name] for name in names}
 

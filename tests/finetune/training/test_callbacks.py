@@ -13,9 +13,9 @@ from istar.finetune.config import TrainerConfig
 from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.tasks.features import FeatureRows
 from istar.finetune.training.history import History
-from istar.finetune.training.layer_geometry import ValidationGeometry
 from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.trainer import build_trainer
+from istar.finetune.training.validation_isoscore import ValidationIsoScore
 from istar.hidden_states import attach
 from istar.hidden_states.attached_penalty import NUM_POINTS
 from istar.measures import isoscore
@@ -183,7 +183,7 @@ def test_layer_isotropy_is_that_of_all_tokens_whatever_the_batches(setting, harn
         torch.cat([hidden_states[layer][0] for hidden_states in states_by_example]).double() for layer in range(3)
     ]
 
-    isotropy = ValidationGeometry()
+    isotropy = ValidationIsoScore()
     data = setting.data()
     data.config.eval_batch_size = 7
     harness.trainer(isotropy, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
@@ -198,7 +198,7 @@ def test_a_model_that_has_diverged_is_one_line(setting, harness):
     module = setting.module()
     module.model.bert.encoder.layer[0].output.dense.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match=r"^validation after step 0: .* not finite"):
-        harness.trainer(ValidationGeometry(), limit_val_batches=1.0).validate(
+        harness.trainer(ValidationIsoScore(), limit_val_batches=1.0).validate(
             module, datamodule=setting.data(), verbose=False
         )
 
@@ -224,7 +224,7 @@ def test_history_and_early_stopping_follow_the_direction_of_the_metric(setting, 
         class state:  # noqa: N801
             fn = "fit"
 
-    geometry = ValidationGeometry()
+    geometry = ValidationIsoScore()
     for keep_best, expected in ((True, best), (False, 4)):
         history, module, trainer = History(metric, geometry, keep_best), setting.module(), Trainer()
         for epoch, value in enumerate(values):
@@ -253,7 +253,7 @@ def test_history_and_early_stopping_follow_the_direction_of_the_metric(setting, 
 )
 def test_a_validation_follows_the_last_step(setting, tmp_path, settings, steps):
     """An epoch has four batches, which are steps."""
-    geometry = ValidationGeometry()
+    geometry = ValidationIsoScore()
     history = History("accuracy", geometry)
     options = TrainerConfig(
         accelerator="cpu", accumulate_grad_batches=1, limit_train_batches=4, **({"max_epochs": 1} | settings)

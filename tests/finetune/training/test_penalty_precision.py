@@ -12,8 +12,8 @@ from istar.finetune.config import TrainerConfig
 from istar.finetune.execute import precision as precision_module
 from istar.finetune.execute.identify import resolve_config
 from istar.finetune.tasks.features import FeatureRows
-from istar.finetune.training.layer_geometry import ValidationGeometry
 from istar.finetune.training.refresh import ShrinkageCovariance
+from istar.finetune.training.validation_isoscore import ValidationIsoScore
 from istar.regularizers import CosReg, IStar
 from tests.oracles import algorithm_1, cosreg
 
@@ -117,7 +117,7 @@ def test_states_of_large_mean_and_scale(setting, harness, regularizer, device, p
         first_norm.bias.fill_(30.0)
         last_norm.weight.fill_(1e3 if precision == "16-mixed" else 1e4)
         module.model.base_model.pooler.dense.weight.mul_(1e-4)
-    isotropy = ValidationGeometry()
+    isotropy = ValidationIsoScore()
     trainer = harness.trainer(
         *callbacks, isotropy, accelerator=device, precision=precision, limit_train_batches=STEPS, limit_val_batches=1.0,
         gradient_clip_val=1.0,

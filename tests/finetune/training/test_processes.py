@@ -20,10 +20,10 @@ from istar.finetune.tasks.evaluation import Evaluator
 from istar.finetune.tasks.features import Collator, FeatureRows, featurize
 from istar.finetune.training import module
 from istar.finetune.training.data import FineTuningData
-from istar.finetune.training.layer_geometry import ValidationGeometry
 from istar.finetune.training.module import FineTuner
 from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.sharded_training import ShardingStrategy
+from istar.finetune.training.validation_isoscore import ValidationIsoScore
 from istar.hidden_states import HiddenStatePenalty, PenaltySettings, attach
 from istar.hidden_states.sharding import is_sharded_module, is_sharded_tensor
 from istar.regularizers import CosReg, IStar
@@ -209,7 +209,7 @@ def restore_covariance(callback, setup, sync):
 
 
 def validate(name, world_size):
-    setup, isotropy = make_setup(name), ValidationGeometry()
+    setup, isotropy = make_setup(name), ValidationIsoScore()
     tuner = FineTuner(setup.model, None, AdamWConfig(), setup.evaluators)
     [logged] = make_trainer(world_size, isotropy, limit_val_batches=1.0).validate(
         tuner, datamodule=make_data(setup, world_size), verbose=False

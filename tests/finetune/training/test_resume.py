@@ -4,6 +4,7 @@ import csv
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +12,17 @@ import pytest
 from istar.errors import UserError
 from istar.files import writing
 from istar.files.outputs import run_output
-from istar.finetune.config import Config
+from istar.finetune.config import Config, MonitorConfig
 from istar.finetune.execute import recording
 from istar.finetune.execute.run import run
 from istar.finetune.training.checkpoints import AtomicCheckpointIO
 from istar.finetune.training.kept_models import KeptModels
-from istar.finetune.training.layer_geometry import GeometryProbe
 from istar.finetune.training.module import FineTuner
 from istar.finetune.training.refresh import ShrinkageCovariance
+from istar.finetune.training.watching import WatchTraining
 from istar.hidden_states.attached_penalty import weight_at
 from istar.models import pretrained
+from istar.monitoring.monitor import Monitor
 from istar.reports.run_frame import read_runs
 from istar.runs.record import CONFIG, read_result, read_start_time
 from tests.outcomes import assert_same, only_run, outcome
@@ -289,33 +291,37 @@ def test_a_last_validation_outside_of_the_interval(run_interrupted, run_uninterr
     assert_same(run_interrupted(owner, name, count, *overrides), run_uninterrupted(*overrides))
 
 
-OBSERVED = ("trainer.keep_models=log", "trainer.measure_every_n_steps=2", "trainer.measure_examples=6")
+OBSERVED = ("trainer.keep_models=log", "monitor.every=2", "monitor.probe_examples=6")
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
     [
         pytest.param(pretrained, "save", 4, id="model of step 4"),
-        pytest.param(GeometryProbe, "_measure_and_log", 4, id="last probe, behind the last checkpoint"),
+        pytest.param(Monitor, "measure", 4, id="probe of step 6, behind the last checkpoint"),
+        pytest.param(FineTuner, "training_step", 9, id="step 5, which is read"),
         pytest.param(pretrained, "save", 5, id="last model, behind the last checkpoint"),
-        pytest.param(GeometryProbe, "_measure_and_log", 3, id="probe of step 4"),
+        pytest.param(Monitor, "measure", 3, id="probe of step 4"),
     ],
 )
 @pytest.mark.slow
-def test_kept_models_and_probes_are_neither_lost_nor_doubled(run_interrupted, run_uninterrupted, owner, name, count):
-    folder = run_interrupted(owner, name, count, *OBSERVED)
-    assert_same(folder, run_uninterrupted(*OBSERVED))
+def test_kept_models_and_readings_are_neither_lost_nor_doubled(run_interrupted, run_uninterrupted, owner, name, count):
+    folder, undisturbed = run_interrupted(owner, name, count, *OBSERVED), run_uninterrupted(*OBSERVED)
+    assert_same(folder, undisturbed)
+    readings = "geometry_over_steps.csv"
+    assert (folder / readings).read_bytes() == (undisturbed / readings).read_bytes()
     assert sorted(path.name for path in (folder / "models").iterdir()) == [f"step-{n}" for n in (0, 1, 2, 4, 6)]
-    assert [row["step"] for row in read_probe_rows(folder)] == ["0", "2", "4", "6"]
+    assert read_steps(folder, "probe/layer_1/inter_sim") == ["0", "2", "4", "6"]
+    assert read_steps(folder, "geometry/layer_1/inter_sim") == ["0", "2", "4"]
 
 
 def test_observing_does_not_change_the_training(run_uninterrupted):
     """With dropout, whose masks come from the global random generator."""
     observed, unobserved = (outcome(run_uninterrupted(*overrides)) for overrides in (OBSERVED, ()))
     rows = [
-        {name: value for name, value in row.items() if not name.startswith("geometry/")}
+        {name: value for name, value in row.items() if not name.startswith(("geometry/", "probe/"))}
         for row in observed["metrics.csv"]
-        if not row["geometry/layer_0/isoscore"]
+        if not (row["geometry/layer_1/inter_sim"] or row["probe/layer_1/inter_sim"])
     ]
     assert rows == unobserved["metrics.csv"]
     for part in ("model", "predictions", "geometry.json"):
@@ -323,13 +329,15 @@ def test_observing_does_not_change_the_training(run_uninterrupted):
     assert observed["result.json"]["name"] == unobserved["result.json"]["name"]
 
 
-def read_probe_rows(folder):
+def read_steps(folder, column):
     with (folder / "metrics.csv").open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["geometry/layer_0/isoscore"]]
+        return [row["step"] for row in csv.DictReader(file) if row[column]]
 
 
-def make_probe(every_n_steps: int) -> GeometryProbe:
-    return GeometryProbe(range(9), None, 4, every_n_steps, num_examples=6)
+def make_watch(**settings: Any) -> WatchTraining:
+    watch = WatchTraining(MonitorConfig(**settings), SimpleNamespace(validation=[range(9)]))  # type: ignore[arg-type]
+    watch.monitor = SimpleNamespace(state_dict=dict)  # type: ignore[assignment]
+    return watch
 
 
 @pytest.mark.parametrize(
@@ -337,8 +345,9 @@ def make_probe(every_n_steps: int) -> GeometryProbe:
     [
         (None, KeptModels(Path("models"), "log", None), r"trainer\.keep_models=null, not log.*=null goes on with it"),
         (KeptModels(Path("models"), 3, None), KeptModels(Path("models"), "log", None), r"keep_models=3, not log"),
-        (None, make_probe(2), r"trainer\.measure_every_n_steps=null; the same settings go on with it"),
-        (make_probe(3), make_probe(2), r"measure_every_n_steps=3 and trainer\.measure_examples=6"),
+        (None, make_watch(every=2), r"watched with monitor\.every=null; the same settings go on with it"),
+        (make_watch(every=3), make_watch(every=2), r"every=3 monitor\.points=4096 monitor\.measures=\[\] monitor\.pr"),
+        (make_watch(every=3), make_watch(every=3, measures=["isoscore"]), r"monitor\.every=3 "),
     ],
 )
 def test_an_interrupted_run_cannot_be_observed_from_its_middle(before, after, message):
@@ -373,6 +382,14 @@ def test_when_checkpoints_are_written(run_uninterrupted, checkpoint_paths, inter
     folder = run_uninterrupted(*(f"trainer.checkpoint_every_{setting}" for setting in interval))
     names = [path.name for path in checkpoint_paths if path.is_relative_to(folder)]
     assert [name for name in names if name.startswith("step")] == [f"step-{step}.ckpt" for step in steps]
+
+
+def test_a_run_that_has_collapsed_stays_stopped(run_interrupted, run_uninterrupted):
+    """It stops in the middle of the first epoch, and is interrupted before its model is saved."""
+    overrides = ("monitor.every=1", "monitor.stop_at_inter_sim=-1", "monitor.readings=2", "reg=none")
+    folder = run_interrupted(pretrained, "save", 1, *overrides)
+    assert [entry["step"] for entry in read_result(folder).epochs] == [2]
+    assert_same(folder, run_uninterrupted(*overrides))
 
 
 @pytest.mark.slow
