@@ -103,8 +103,10 @@ def cka_with_error(first: Tensor, second: Tensor, groups: int | Tensor = 10) -> 
     num_groups = len(groups.unique()) if isinstance(groups, Tensor) else groups
     if not 2 <= num_groups <= num_points:
         raise UserError(f"groups is {num_groups}; expected 2 to {num_points}, the number of points")
-    group_of_point = groups if isinstance(groups, Tensor) else torch.arange(num_points) % groups
-    group_of_point = group_of_point.to(first.device)
+    if isinstance(groups, Tensor):
+        group_of_point = groups.to(first.device)
+    else:
+        group_of_point = torch.arange(num_points, device=first.device) % groups
     values_without_group = [
         cka(first[group_of_point != group], second[group_of_point != group]) for group in group_of_point.unique()
     ]
