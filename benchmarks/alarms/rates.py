@@ -1,0 +1,150 @@
+"""From trajectories to alarms: in which trainings the default alarms fire, when, and how often."""
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+from scipy.stats import binomtest
+
+from benchmarks.alarms.trace import Reading, read_readings
+from benchmarks.common import make_console
+
+CADENCES = 10, 50
+CONSECUTIVE = 3
+"""Readings that must meet a condition, one after the other."""
+
+
+class Alarm(NamedTuple):
+    """The first alarm of a rule: A (InterSim), B (participation ratio) or N (measures that are not defined)."""
+
+    rule: str
+    step: int
+    state: str
+
+
+class Run(NamedTuple):
+    """A line of `outcomes.csv`, and the alarms at each cadence."""
+
+    kind: str
+    seed: int
+    group: str
+    skill: float
+    outcome: str
+    alarms: dict[int, list[Alarm]]
+
+    def is_counted(self) -> bool:
+        """Return whether the training ended as its group says."""
+        return self.outcome == {"healthy": "healthy", "collapsing": "collapsed"}[self.group]
+
+    def default_alarms(self, every: int) -> list[Alarm]:
+        """Return the alarms of A and B, the earliest first."""
+        return sorted((alarm for alarm in self.alarms[every] if alarm.rule != "N"), key=lambda alarm: alarm.step)
+
+
+def count_alarms(readings: Iterable[Reading], every: int) -> list[Alarm]:
+    """Return the first alarm of each rule, as if the states had been read every `every` steps.
+
+    The last state of the first reading is the last or pooled state, the only one that A looks at.
+    """
+    readings_of: dict[str, list[Reading]] = defaultdict(list)
+    for reading in readings:
+        if reading.step % every == 0:
+            readings_of[reading.state].append(reading)
+    last = next(reversed(readings_of))
+    alarms: dict[str, Alarm] = {}
+    for state, states in readings_of.items():
+        for end in range(CONSECUTIVE, len(states) + 1):
+            first, latest = states[0], states[end - CONSECUTIVE : end]
+            fired = {
+                "A": state == last and _is_parallel(first, latest),
+                "B": _is_flat(first, latest),
+                "N": _is_nan(latest),
+            }
+            for rule in (rule for rule, has_fired in fired.items() if has_fired):
+                alarm = Alarm(rule, latest[-1].step, state)
+                alarms[rule] = min(alarms.get(rule, alarm), alarm, key=lambda alarm: alarm.step)
+    return [alarms[rule] for rule in sorted(alarms)]
+
+
+def _is_parallel(first: Reading, latest: Sequence[Reading]) -> bool:
+    """Return whether 1 - InterSim is below a tenth of its first value in all readings, and does not grow over them."""
+    distances = [1 - reading.inter_sim for reading in latest]
+    is_low = all(distance < 0.1 * (1 - first.inter_sim) for distance in distances)
+    return is_low and distances[-1] <= distances[0]
+
+
+def _is_flat(first: Reading, latest: Sequence[Reading]) -> bool:
+    """Return whether the participation ratio is below 1.5 and a fifth of its first value in all readings."""
+    bound = min(1.5, 0.2 * first.participation_ratio)
+    return all(reading.participation_ratio < bound for reading in latest)
+
+
+def _is_nan(latest: Sequence[Reading]) -> bool:
+    """Return whether a measure is undefined in all readings, because states are constant, zero or not finite."""
+    return all(math.isnan(reading.inter_sim + reading.participation_ratio) for reading in latest)
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Return the runs of a folder with their alarms."""
+    runs = []
+    with (folder / "outcomes.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            readings = read_readings(folder / row["file"])
+            alarms = {every: count_alarms(readings, every) for every in CADENCES}
+            runs.append(Run(row["kind"], int(row["seed"]), row["group"], float(row["skill"]), row["outcome"], alarms))
+    return runs
+
+
+def print_rates(folder: Path) -> None:
+    """Print a table of the kinds, and the rates of false alarms and of detected collapses with intervals."""
+    runs, console = read_runs(folder), make_console()
+    for group in dict.fromkeys(run.group for run in runs):
+        runs_of: dict[str, list[Run]] = defaultdict(list)
+        for run in runs:
+            if run.group == group:
+                runs_of[run.kind].append(run)
+        console.print(_make_table(group, runs_of))
+        for every in CADENCES:
+            console.print(_describe_rate(group, every, runs_of))
+    excluded = [f"{run.kind} {run.seed} (skill {run.skill:.2f})" for run in runs if not run.is_counted()]
+    console.print("Not counted, because the outcome is not that of the group:", "; ".join(excluded) or "none")
+
+
+def _make_table(group: str, runs_of: dict[str, list[Run]]) -> Table:
+    table = Table("kind", "counted", "skill", title=f"{group} trainings")
+    for every in CADENCES:
+        table.add_column(f"alarms at every={every}", justify="right")
+        table.add_column("rule, step, state")
+    for kind, runs in runs_of.items():
+        counted = [run for run in runs if run.is_counted()]
+        skills = [run.skill for run in counted or runs]
+        cells = [kind, f"{len(counted)} of {len(runs)}", f"{min(skills):.2f} to {max(skills):.2f}"]
+        for every in CADENCES:
+            cells.append(str(sum(bool(run.default_alarms(every)) for run in counted)))
+            cells.append("; ".join(_describe_alarms(run.alarms[every]) for run in counted if run.alarms[every]))
+        table.add_row(*cells)
+    return table
+
+
+def _describe_alarms(alarms: Sequence[Alarm]) -> str:
+    return ", ".join(f"{alarm.rule} {alarm.step} {alarm.state}" for alarm in alarms)
+
+
+def _describe_rate(group: str, every: int, runs_of: dict[str, list[Run]]) -> str:
+    """Return the share of counted runs and of kinds with an alarm, with exact 95% intervals.
+
+    Runs of one kind resemble each other, so the interval of kinds is the one to believe.
+    """
+    counted_of = {kind: [run for run in runs if run.is_counted()] for kind, runs in runs_of.items()}
+    fired = [[bool(run.default_alarms(every)) for run in runs] for runs in counted_of.values() if runs]
+    all_runs = [has_fired for runs in fired for has_fired in runs]
+    parts = []
+    for name, values in (("runs", all_runs), ("kinds, at least one run", [any(runs) for runs in fired])):
+        if values:
+            interval = binomtest(sum(values), len(values)).proportion_ci(0.95, "exact")
+            parts.append(f"{sum(values)} of {len(values)} {name} ({interval.low:.1%} to {interval.high:.1%})")
+    return f"{group}, every={every}: alarms in {'; in '.join(parts)}"
