@@ -182,7 +182,7 @@ def language_model(
         options |= {"hidden_size": width, "num_hidden_layers": 3, "num_attention_heads": 4, "initializer_range": 0.05}
         options |= {"intermediate_size": 3 * width, "max_position_embeddings": length}
     config = transformers.AutoConfig.for_model(model_type, **options)
-    is_masked = model_type == "bert"
+    is_masked = model_type == "modernbert"
     model_class = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
     model = model_class.from_config(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=weight_decay)
@@ -208,7 +208,7 @@ def language_model(
 for name, model_type, unit, size, lr, steps in (
     ("gpt2 on characters", "gpt2", "characters", 60, 2e-3, 600),
     ("llama on words", "llama", "words", 1000, 2e-3, 500),
-    ("bert on characters, masked", "bert", "characters", 60, 1e-3, 1000),
+    ("modernbert on characters, masked", "modernbert", "characters", 60, 2e-3, 600),
     ("gpt-neox on words", "gpt_neox", "words", 500, 1e-3, 500),
 ):
     kind("healthy", steps, LM_BOUNDS, name=name, model_type=model_type, unit=unit, size=size, lr=lr)(language_model)
@@ -405,7 +405,7 @@ def hardest_triplets(first: Tensor, second: Tensor) -> Tensor:
     name="pairs, temperature 100",
     pair_loss=functools.partial(info_nce, temperature=100.0),
 )
-@kind("collapsing", 500, PAIR_BOUNDS, name="triplets, hardest negatives", pair_loss=hardest_triplets, lr=3e-3)
+@kind("collapsing", 500, PAIR_BOUNDS, name="triplets, hardest negatives", pair_loss=hardest_triplets, lr=0.01)
 def translations(seed: int, pair_loss: Callable[[Tensor, Tensor], Tensor], lr: float = 1e-3) -> Training:
     """A sentence encoder finds the translation of a text into a language with other words for everything.
 
@@ -666,7 +666,7 @@ class PatchTransformer(nn.Module):
 
 @kind("healthy", 500, name="vision transformer on digits")
 @kind("collapsing", 500, name="vision transformer, weight decay 100", weight_decay=100.0)
-@kind("collapsing", 500, name="vision transformer, learning rate 0.1", lr=0.1)
+@kind("collapsing", 500, name="vision transformer, learning rate 0.5", lr=0.5)
 def vision_transformer(seed: int, lr: float = 1e-3, weight_decay: float = 0.05) -> Training:
     """A tiny vision transformer classifies digits."""
     model = PatchTransformer(10)
