@@ -64,6 +64,8 @@ class Trace:
     def step(self) -> None:
         """Count an optimizer step. If states were read before it, measure them."""
         for state, parts in self._rows.items():
+            if not parts:
+                continue
             rows = self._sample(torch.cat(parts))
             self.readings.append(Reading(self._count, state, len(rows), *measure(rows)))
         self.close()
@@ -82,6 +84,7 @@ class Trace:
         self._handles.append(self._model.register_forward_pre_hook(self._keep_mask, with_kwargs=True))
         if self._modules is not None:
             for name, module in self._modules:
+                self._rows[name] = []  # states are measured in the order of the modules, not of the passes
                 self._handles.append(module.register_forward_hook(self._make_hook(name)))
             return
         base: Any = getattr(self._model, getattr(self._model, "base_model_prefix", ""), self._model)
