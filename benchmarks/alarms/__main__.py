@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers
 
 from benchmarks.alarms.rates import print_rates
 from benchmarks.alarms.trace import Trace, write_readings
@@ -78,4 +79,5 @@ def train_once(folder: Path, name: str, seed: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
     raise SystemExit(main())

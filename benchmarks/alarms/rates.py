@@ -110,8 +110,11 @@ def print_rates(folder: Path) -> None:
         console.print(_make_table(group, runs_of))
         for every in CADENCES:
             console.print(_describe_rate(group, every, runs_of))
-    excluded = [f"{run.kind} {run.seed} (skill {run.skill:.2f})" for run in runs if not run.is_counted()]
-    console.print("Not counted, because the outcome is not that of the group:", "; ".join(excluded) or "none")
+    console.print("Not counted, because the outcome is not that of the group:")
+    for run in runs:
+        if not run.is_counted():
+            alarms = [f"every={every}: {_describe_alarms(run.alarms[every]) or 'no alarm'}" for every in CADENCES]
+            console.print(f"- {run.group}: {run.kind} {run.seed}, skill {run.skill:.2f};", "; ".join(alarms))
 
 
 def _make_table(group: str, runs_of: dict[str, list[Run]]) -> Table:
