@@ -118,19 +118,27 @@ def print_rates(folder: Path) -> None:
 
 
 def _make_table(group: str, runs_of: dict[str, list[Run]]) -> Table:
-    table = Table("kind", "counted", "skill", title=f"{group} trainings")
-    for every in CADENCES:
-        table.add_column(f"alarms at every={every}", justify="right")
-        table.add_column("rule, step, state")
+    table = Table(
+        "kind", "counted", "skill", *(f"alarms at every={every}" for every in CADENCES), title=f"{group} trainings"
+    )
     for kind, runs in runs_of.items():
         counted = [run for run in runs if run.is_counted()]
         skills = [run.skill for run in counted or runs]
-        cells = [kind, f"{len(counted)} of {len(runs)}", f"{min(skills):.2f} to {max(skills):.2f}"]
-        for every in CADENCES:
-            cells.append(str(sum(bool(run.default_alarms(every)) for run in counted)))
-            cells.append("; ".join(_describe_alarms(run.alarms[every]) for run in counted if run.alarms[every]))
-        table.add_row(*cells)
+        alarms = [_summarize_alarms(counted, every) for every in CADENCES]
+        table.add_row(kind, f"{len(counted)} of {len(runs)}", f"{min(skills):.2f} to {max(skills):.2f}", *alarms)
     return table
+
+
+def _summarize_alarms(runs: Sequence[Run], every: int) -> str:
+    """Return the number of runs with an alarm of A or B, then the number, steps and states of each rule."""
+    parts = [str(sum(bool(run.default_alarms(every)) for run in runs))]
+    for rule in "ABN":
+        alarms = [alarm for run in runs for alarm in run.alarms[every] if alarm.rule == rule]
+        if alarms:
+            steps = sorted({alarm.step for alarm in alarms})
+            span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+            parts.append(f"{rule} {len(alarms)}, step {span}, {', '.join(sorted({alarm.state for alarm in alarms}))}")
+    return "; ".join(parts)
 
 
 def _describe_alarms(alarms: Sequence[Alarm]) -> str:
