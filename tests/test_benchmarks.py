@@ -216,4 +216,4 @@ def test_a_training_is_measured_and_judged_once(tmp_path: Path, capsys: pytest.C
     assert alarms.main(["count", "--folder", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "healthy, every=50: alarms in" in output
-    assert "of 1 runs (" in output
+    assert "of 1 runs, " in output

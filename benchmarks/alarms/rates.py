@@ -16,6 +16,10 @@ from benchmarks.common import make_console
 CADENCES = 10, 50
 CONSECUTIVE = 3
 """Readings that must meet a condition, one after the other."""
+PARALLEL_SHARE = 0.1
+"""Alarm A: the share of the first value of 1 - InterSim."""
+FLAT_RATIO, FLAT_SHARE = 1.5, 0.2
+"""Alarm B: the participation ratio, and the share of its first value."""
 
 
 class Alarm(NamedTuple):
@@ -71,15 +75,15 @@ def count_alarms(readings: Iterable[Reading], every: int) -> list[Alarm]:
 
 
 def _is_parallel(first: Reading, latest: Sequence[Reading]) -> bool:
-    """Return whether 1 - InterSim is below a tenth of its first value in all readings, and does not grow over them."""
+    """Return whether 1 - InterSim is far below its first value in all readings, and does not grow over them."""
     distances = [1 - reading.inter_sim for reading in latest]
-    is_low = all(distance < 0.1 * (1 - first.inter_sim) for distance in distances)
+    is_low = all(distance < PARALLEL_SHARE * (1 - first.inter_sim) for distance in distances)
     return is_low and distances[-1] <= distances[0]
 
 
 def _is_flat(first: Reading, latest: Sequence[Reading]) -> bool:
-    """Return whether the participation ratio is below 1.5 and a fifth of its first value in all readings."""
-    bound = min(1.5, 0.2 * first.participation_ratio)
+    """Return whether the participation ratio is near 1 and far below its first value in all readings."""
+    bound = min(FLAT_RATIO, FLAT_SHARE * first.participation_ratio)
     return all(reading.participation_ratio < bound for reading in latest)
 
 
@@ -148,14 +152,19 @@ def _describe_alarms(alarms: Sequence[Alarm]) -> str:
 def _describe_rate(group: str, every: int, runs_of: dict[str, list[Run]]) -> str:
     """Return the share of counted runs and of kinds with an alarm, with exact 95% intervals.
 
-    Runs of one kind resemble each other, so the interval of kinds is the one to believe.
+    Runs of one kind resemble each other, so the interval of kinds is the one to believe. A healthy kind counts if any of
+    its runs has an alarm, a collapsing one only if all have.
     """
     counted_of = {kind: [run for run in runs if run.is_counted()] for kind, runs in runs_of.items()}
     fired = [[bool(run.default_alarms(every)) for run in runs] for runs in counted_of.values() if runs]
-    all_runs = [has_fired for runs in fired for has_fired in runs]
+    word, decide = ("any", any) if group == "healthy" else ("each", all)
+    rates = (
+        ("runs", [has_fired for runs in fired for has_fired in runs]),
+        (f"kinds ({word} run)", [decide(runs) for runs in fired]),
+    )
     parts = []
-    for name, values in (("runs", all_runs), ("kinds, at least one run", [any(runs) for runs in fired])):
+    for name, values in rates:
         if values:
             interval = binomtest(sum(values), len(values)).proportion_ci(0.95, "exact")
-            parts.append(f"{sum(values)} of {len(values)} {name} ({interval.low:.1%} to {interval.high:.1%})")
+            parts.append(f"{sum(values)} of {len(values)} {name}, {interval.low:.1%} to {interval.high:.1%}")
     return f"{group}, every={every}: alarms in {'; in '.join(parts)}"
