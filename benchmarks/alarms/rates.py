@@ -152,8 +152,8 @@ def _describe_alarms(alarms: Sequence[Alarm]) -> str:
 def _describe_rate(group: str, every: int, runs_of: dict[str, list[Run]]) -> str:
     """Return the share of counted runs and of kinds with an alarm, with exact 95% intervals.
 
-    Runs of one kind resemble each other, so the interval of kinds is the one to believe. A healthy kind counts if any of
-    its runs has an alarm, a collapsing one only if all have.
+    Runs of one kind resemble each other, so the interval of kinds is the one to believe. A healthy kind counts if any
+    of its runs has an alarm, a collapsing one only if all have.
     """
     counted_of = {kind: [run for run in runs if run.is_counted()] for kind, runs in runs_of.items()}
     fired = [[bool(run.default_alarms(every)) for run in runs] for runs in counted_of.values() if runs]
