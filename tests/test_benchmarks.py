@@ -6,14 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
 
 from benchmarks import common, finetune, geometry, vectors, waiting
 from benchmarks.alarms import __main__ as alarms
-from benchmarks.alarms.rates import Alarm, count_alarms, read_runs
-from benchmarks.alarms.trace import Reading, Trace
+from benchmarks.alarms.rates import FirstAlarm, find_first_alarms, read_runs
 
 # ---- rotation and paired ratios
 
@@ -142,66 +141,26 @@ def test_a_process_is_timed_and_its_end_is_checked() -> None:
 # ---- benchmarks.alarms
 
 
-def readings(inter_sims: Sequence[float], participation_ratios: Sequence[float], state: str = "last") -> list[Reading]:
-    """Readings of one state every 10 steps."""
-    pairs = zip(inter_sims, participation_ratios, strict=True)
-    return [Reading(10 * i, state, 100, cosine, ratio, 0.5, 5.0) for i, (cosine, ratio) in enumerate(pairs)]
+def make_readings(inter_sims: Sequence[float], ratios: Sequence[float], state: str = "last") -> pd.DataFrame:
+    """Return the readings of one state every 10 steps, as a monitor saves them."""
+    steps = range(0, 10 * len(inter_sims), 10)
+    return pd.DataFrame({"step": steps, "layer": state, "inter_sim": inter_sims, "participation_ratio": ratios})
 
 
-def test_parallel_points_of_the_last_state_raise_alarm_a_unless_they_spread_again() -> None:
-    wide = [30.0] * 6
-    # The first value of 1 - InterSim is 0.5, so its bound is 0.05.
-    assert count_alarms(readings([0.5, 0.9, 0.96, 0.97, 0.98, 0.98], wide), 10) == [Alarm("A", 40, "last")]
-    assert count_alarms(readings([0.5, 0.9, 0.96, 0.97, 0.94, 0.98], wide), 10) == []
-    assert count_alarms(readings([0.5, 0.9, 0.9, 0.98, 0.97, 0.96], wide), 10) == []
-    hidden = readings([0.5, 0.9, 0.96, 0.97, 0.98, 0.98], wide, "hidden")
-    assert count_alarms([*hidden, *readings([0.5] * 6, wide)], 10) == []
-
-
-def test_one_direction_in_any_state_raises_alarm_b() -> None:
-    cosines = [0.0] * 5
-    hidden = readings(cosines, [10.0, 3.0, 1.4, 1.3, 1.45], "hidden")
-    assert count_alarms([*hidden, *readings(cosines, [20.0] * 5)], 10) == [Alarm("B", 40, "hidden")]
-    # Below 1.5, but not below a fifth of the first value.
-    assert count_alarms(readings(cosines, [7.0, 1.45, 1.45, 1.45, 1.45]), 10) == []
-
-
-def test_undefined_measures_are_counted_apart() -> None:
-    assert count_alarms(readings([0.1] + [math.nan] * 3, [9.0] + [math.nan] * 3), 10) == [Alarm("N", 30, "last")]
+def test_the_alarms_of_a_saved_training_are_those_of_the_monitor() -> None:
+    hidden = make_readings([0.5, 0.9, 0.96, 0.97, 0.98, 0.98], [10.0, 3.0, 1.4, 1.3, 1.45, 1.45], "hidden")
+    last = make_readings([0.5, 0.9, 0.96, 0.97, 0.98, 0.98], [30.0] * 6)
+    readings = pd.concat([hidden, last]).sort_values("step", kind="stable")
+    expected = [FirstAlarm("inter_sim", 40, "last"), FirstAlarm("participation_ratio", 40, "hidden")]
+    assert find_first_alarms(readings, 10) == expected
+    assert find_first_alarms(last.assign(inter_sim=[0.5, 0.9, 0.96, 0.97, 0.94, 0.98]), 10) == []
 
 
 def test_a_longer_cadence_skips_readings() -> None:
     cosines = [0.5, *[0.99] * 12, 0.5, 0.99, 0.99]
-    steps = len(cosines)
-    assert count_alarms(readings(cosines, [9.0] * steps), 10)[0].step == 30
-    assert count_alarms(readings(cosines, [9.0] * steps), 50)[0].step == 150
-
-
-def test_the_trace_reads_unpadded_points_in_training_on_due_steps() -> None:
-    config = BertConfig(
-        vocab_size=30, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    model = BertForSequenceClassification(config).train()
-    trace = Trace(model, 2)
-    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
-    batch = {"input_ids": torch.arange(10).view(2, 5), "attention_mask": mask}
-    for _ in range(3):
-        model(**batch)
-        trace.step()
-    assert [(reading.step, reading.state, reading.points) for reading in trace.readings] == [
-        (step, state, 7) for step in (0, 2) for state in ("layer_0", "layer_1", "layer_2", "last_hidden_state")
-    ]
-    points = model.bert(**batch).last_hidden_state[mask.bool()].detach().double()
-    units = points / points.norm(dim=1, keepdim=True)
-    assert trace.readings[-1].inter_sim == pytest.approx(((units @ units.T).sum().item() - 7) / (7 * 6), rel=1e-6)
-    singular_values = torch.linalg.svdvals(points - points.mean(0))
-    rank = torch.distributions.Categorical(singular_values).entropy().exp().item()
-    assert trace.readings[-1].effective_rank == pytest.approx(rank, rel=1e-6)
-    model.eval()
-    model(**batch)
-    trace.close()
-    assert len(trace.readings) == 8
+    readings = make_readings(cosines, [9.0] * len(cosines))
+    assert find_first_alarms(readings, 10)[0].step == 30
+    assert find_first_alarms(readings, 50)[0].step == 150
 
 
 def test_a_training_is_measured_and_judged_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

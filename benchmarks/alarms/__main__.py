@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.alarms.rates import print_rates
-from benchmarks.alarms.trace import Trace, write_readings
-from benchmarks.alarms.trainings import KINDS, Training, train
+from benchmarks.alarms.rates import CADENCES, print_rates
+from benchmarks.alarms.trainings import KINDS, train
 
 FIRST_SEED = 1000
 
@@ -60,17 +59,11 @@ def train_once(folder: Path, name: str, seed: int) -> None:
                 return
     else:
         outcomes.write_text("kind,seed,group,steps,loss,skill,outcome,seconds,file\n")
-    traces: list[Trace] = []
-
-    def watch(training: Training) -> Trace:
-        traces.append(Trace(training.model, 10, modules=training.modules, seed=seed))
-        return traces[0]
-
     kind, start = KINDS[name], time.perf_counter()
-    loss, skill = train(kind, seed, watch)
+    loss, skill, monitor = train(kind, seed, every=CADENCES[0])
     seconds = time.perf_counter() - start
     path = folder / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}.csv"
-    write_readings(path, traces[0].readings)
+    monitor.save(path)
     row = (name, seed, kind.group, kind.steps, f"{loss:.4g}", f"{skill:.3f}", kind.judge(skill), f"{seconds:.0f}")
     with outcomes.open("a", newline="") as file:
         csv.writer(file).writerow((*row, path.name))

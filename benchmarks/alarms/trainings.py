@@ -74,27 +74,25 @@ def kind(
     return register
 
 
-def train(kind: Kind, seed: int, watch: Callable[[Training], Any]) -> tuple[float, float]:
-    """Train, and return the last loss and the skill.
+def train(kind: Kind, seed: int, every: int) -> tuple[float, float, istar.Monitor]:
+    """Train, and return the last loss, the skill and the monitor that has read every `every`-th step.
 
-    `watch` is called before the first step. The `step()` of what it returns is called after each optimizer step.
     A training whose loss is not finite goes on, as it would without a check.
     """
     torch.manual_seed(seed)
     training = kind.make(seed)
     training.model.train()
-    watched = watch(training)
     loss = torch.tensor(torch.nan)
-    for _ in range(kind.steps):
-        training.optimizer.zero_grad()
-        loss = training.compute_loss()
-        loss.backward()
-        training.optimizer.step()
-        watched.step()
-    watched.close()
+    with istar.Monitor(training.model, every, modules=training.modules, alarms=(), seed=seed) as monitor:
+        for _ in range(kind.steps):
+            training.optimizer.zero_grad()
+            loss = training.compute_loss()
+            loss.backward()
+            training.optimizer.step()
+            monitor.step()
     training.model.eval()
     with torch.no_grad():
-        return loss.item(), training.measure_skill()
+        return loss.item(), training.measure_skill(), monitor
 
 
 # ---- skills
