@@ -1,6 +1,5 @@
 """Alarms of a collapse: what they look at, and when they go off."""
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -42,7 +41,7 @@ class Alarm:
         readings: number of readings in a row.
         states: "all", "pooled" for the last state of the model and for sentence embeddings, or a list of names. A state
             that is missing in a reading does not count.
-        unless_recovering: do not go off if the values, or 1 - InterSim, have grown from each reading to the next.
+        unless_recovering: whether readings do not count if the last of them is farther from a collapse than the first.
         action: "warn", "stop", or a function that is called with the message. "stop" ends the training:
             `Monitor.step` raises an `istar.Collapse`, and the callbacks of trainers stop these.
 
@@ -127,8 +126,7 @@ class Alarm:
             return False
         numbers = [values[state][self.measure] for values in recent]
         distances = [self._find_distance(number) for number in numbers]
-        grows = all(earlier < later for earlier, later in itertools.pairwise(distances))
-        if self.unless_recovering and self.readings > 1 and grows:
+        if self.unless_recovering and distances[-1] > distances[0]:
             return False
         first_distance = self._find_distance(first.get(state, {}).get(self.measure, math.nan))
         return all(
@@ -148,6 +146,6 @@ class Alarm:
 
 DEFAULT_ALARMS = (
     Alarm("inter_sim", of_first=0.1, states="pooled", unless_recovering=True),
-    Alarm("participation_ratio", below=1.5, of_first=0.2),
+    Alarm("participation_ratio", below=1.5, of_first=0.2, unless_recovering=True),
 )
 """The alarms that a monitor has by default; see `istar.Alarm`. Both warn only."""

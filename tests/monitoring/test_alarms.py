@@ -24,7 +24,7 @@ def goes_off(alarm: Alarm, values: list[float], measure: str = "inter_sim") -> l
         # 1 - InterSim is below a tenth of 0.5.
         ({"of_first": 0.1, "readings": 1}, [0.5, 0.94, 0.96], [2]),
         ({"of_first": 0.1, "above": 0.97, "readings": 1}, [0.5, 0.96, 0.98], [2]),
-        # It recovers from reading 1 on, and falls back at the end.
+        # It recovers from reading 1 to 3, and not over the last two.
         ({"of_first": 0.1, "readings": 2, "unless_recovering": True}, [0.0, 0.99, 0.98, 0.97, 0.97], [4]),
         ({"above": 0.9, "readings": 2}, [0.95, math.nan, 0.95], [1, 2]),
         ({"below": 0.1, "readings": 1}, [math.inf], [0]),
