@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
 from istar.drawing.rendering import draw
-from istar.errors import UserError, did_you_mean
+from istar.errors import UserError, did_you_mean, explain_system_error
 from istar.files.writing import atomic_write, to_csv
 from istar.measures.catalogue import find_measure
 from istar.runs.names import GRADIENT_NORM, TRAINING, TRAJECTORY_KEYS
@@ -62,5 +62,8 @@ def write_trajectory(table: pd.DataFrame, model: str, path: Path) -> None:
     keys = {"model": model, "revision": [f"step{step}" for step in table["step"]], "weights": ""}
     columns = table.rename(columns={"state": "layer"}).assign(**keys)
     content = to_csv(columns[[*TRAJECTORY_KEYS, *columns.columns.difference(list(TRAJECTORY_KEYS), sort=False)]])
-    with atomic_write(path) as file:
-        file.write(content.encode())
+    try:
+        with atomic_write(path) as file:
+            file.write(content.encode())
+    except OSError as error:
+        raise UserError(f"the readings were not written: {explain_system_error(error)}") from error

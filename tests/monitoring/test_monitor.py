@@ -283,7 +283,9 @@ def test_files(tmp_path: Path):
     assert table["revision"].unique().tolist() == ["step0", "step2"]
     assert table["inter_sim"].tolist() == pytest.approx(monitor.table["inter_sim"].tolist(), rel=1e-9)
     before = path.read_bytes()
-    with pytest.raises((UserError, OSError), match=r"monitor\.csv"):
+    with pytest.raises(
+        UserError, match=r"^the readings were not written: .*monitor\.csv.*: (Not a directory|File exists)$"
+    ):
         monitor.save(path / "monitor.csv")
     assert path.read_bytes() == before
 
