@@ -24,8 +24,9 @@ FIGURE_FORMATS: ContextVar[Sequence[str]] = ContextVar("FIGURE_FORMATS", default
 """Formats of the figures of pages. `istar` sets them from `--figures`, because each costs time."""
 MAX_ITEMS = 5
 """Most layers in a figure."""
-_NUM_FIRST_STEPS, _MIN_GROWTH = 4, 1.9
-"""Number of steps that decide on a logarithmic axis, and the least ratio between two; 512 to 1000 is 1.95."""
+_NUM_FIRST_STEPS, _MIN_FIRST_STEPS, _MIN_GROWTH = 4, 3, 1.9
+"""Number of steps that decide on a logarithmic axis, at most and at least, and the least ratio between two; 512 to 1000
+is 1.95."""
 _MAX_LINEAR_RATIO = 10.0
 """Largest ratio of two values on a linear axis; with a larger one, the smaller values would look alike."""
 
@@ -115,11 +116,11 @@ def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
 def are_log_spaced(steps: Sequence[int]) -> bool:
     """Return whether training steps suit a logarithmic axis: each of the first four above 0 about doubles or more.
 
-    Steps at equal distances n, 2n, 3n, 4n do not. Only the first four count, because a logarithmic schedule may
-    continue at equal distances, as Pythia's does after step 1000.
+    Steps at equal distances n, 2n, 3n do not, and fewer than three steps above 0 are not enough. Only the first four
+    count, because a logarithmic schedule may continue at equal distances, as Pythia's does after step 1000.
     """
     first_steps = sorted(step for step in steps if step > 0)[:_NUM_FIRST_STEPS]
-    is_complete = len(first_steps) == _NUM_FIRST_STEPS
+    is_complete = len(first_steps) >= _MIN_FIRST_STEPS
     return is_complete and all(step >= _MIN_GROWTH * previous for previous, step in itertools.pairwise(first_steps))
 
 
