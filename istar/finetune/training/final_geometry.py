@@ -1,10 +1,10 @@
 """Geometry of a run's final model on the validation data: mean activation, intrinsic dimension and IsoScore*."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -14,9 +14,8 @@ from transformers import PretrainedConfig
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate, build_evaluation_loader, select_rows_with_tokens, sort_longest_first
-from istar.finetune.training.module import FineTuner, token_mask
+from istar.finetune.training.module import FineTuner, on_training_device, token_mask
 from istar.hidden_states.model_modes import eval_mode
-from istar.hidden_states.sharding import is_sharded_module
 from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
 from istar.measures import FourthMoments, Moments, isoscore_star, two_nn
 from istar.measures.numerics import mean_row
@@ -25,7 +24,6 @@ from istar.sums.rows import Rows
 from istar.sums.sample import Sample
 from istar.sums.source_sums import SourceSums, SumSettings
 
-T = TypeVar("T")
 MAX_TWO_NN_EXAMPLES = 1_000
 """Maximum number of texts for TwoNN, which compares each with all others."""
 
@@ -34,7 +32,8 @@ MAX_TWO_NN_EXAMPLES = 1_000
 class EvaluationPasses:
     """Runs a trainer's model over tokenized rows in eval mode and without gradients.
 
-    The passes run on the trainer's device and in its precision, on this process alone unless the model is sharded.
+    The passes use the trainer's device and precision. They run on this process alone; if the model is sharded, all
+    processes read the same rows together.
     """
 
     trainer: L.Trainer
@@ -43,29 +42,19 @@ class EvaluationPasses:
     batch_size: int
 
     def iterate(self, rows: TokenizedRows, order: Sequence[int]) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Yield row indices, hidden states by layer (see `FineTuner`) and token mask of batches of rows in an order.
+        """Yield the row indices, the hidden states by layer and the token mask of each batch of rows.
 
-        Between two batches and at the end, all parts of the module have their previous mode and device.
+        The layers are named as in `FineTuner`. The module is in its previous mode between two batches, and on its
+        previous device after the last one.
         """
-        module, previous_device = self.module, self.module.device
-        is_sharded = is_sharded_module(module.model)  # then all processes read the same rows together
+        module = self.module
         batches = build_evaluation_loader(rows, self.collate, self.batch_size, order)
-        if not is_sharded:
-            module.to(self.trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
-        try:
+        with on_training_device(self.trainer, module):
             for row_indices, batch in zip(torch.tensor(order).split(self.batch_size), batches, strict=True):
                 batch = module.transfer_batch_to_device(batch, module.device, 0)
                 with eval_mode(module), torch.no_grad(), self.trainer.precision_plugin.val_step_context():
                     states_by_layer = module.hidden_states(batch)
                 yield row_indices, states_by_layer, token_mask(batch)
-        finally:
-            if not is_sharded:
-                module.to(previous_device)
-
-
-def list_layers(by_layer: Mapping[str, T]) -> list[T]:
-    """Return the values of layers 0 (the embeddings) to L, without the state after the final norm."""
-    return [value for layer, value in by_layer.items() if layer.isdigit()]
 
 
 def measure_validation_geometry(
