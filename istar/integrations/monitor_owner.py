@@ -93,7 +93,7 @@ class MonitorOwner:
         return self.probe
 
     def name_values(self, reading: Reading, separator: str) -> dict[str, float]:
-        """Return the measures as `layer_6_inter_sim`, for the separator "_", and their means over layers as `inter_sim`."""
+        """Return the measures by names such as `layer_6_inter_sim`, and their means over the layers as `inter_sim`."""
         named = {
             f"{state}{separator}{measure}": values[measure]
             for state, values in reading.values.items()

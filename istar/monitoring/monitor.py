@@ -214,16 +214,16 @@ class Monitor:
             UserError: if the batches have no points.
         """
         device = find_input_device(self._model)
-        training = self._sampler, self._failure
-        self._sampler, self._failure = self._make_sampler(is_probe=True), ""
+        training_sampler = self._sampler
+        self._sampler = self._make_sampler(is_probe=True)
         try:
             with preserve_rng_states(device), eval_mode(self._model), torch.no_grad(), self._watcher.watch_probe():
                 for batch in batches:
                     _call(self._model, map_tensors(batch, lambda tensor: tensor.to(device)))
-            failure = self._failure or self._watcher.failure
+                failure = self._watcher.failure
             samples = self._sampler.take()
         finally:
-            self._sampler, self._failure = training
+            self._sampler = training_sampler
         reading = self._make_reading(PROBE, samples)
         if reading is None:
             raise UserError(
@@ -305,8 +305,7 @@ class Monitor:
     def _arm(self, keeps_hooks: bool = False) -> None:
         """Forget the previous passes. Read the next ones if their step is due."""
         self._is_due = self.count % self.every == 0
-        self._failure = ""  # why the passes of this step cannot be read
-        self._sampler = self._make_sampler()
+        self._sampler: PointSampler = self._make_sampler()
         self._squared_gradient_norms: dict[str, Tensor] = {}
         self._watcher.arm(self._is_due, keeps_hooks)
 
@@ -320,19 +319,14 @@ class Monitor:
         return dist.get_rank(self._group) if world_size(self._group) > 1 else 0
 
     def _receive(self, state: str, values: Tensor, arguments: PassArguments) -> None:
-        if self._failure:
-            return
         if arguments.number >= MAX_PASSES:
-            self._failure = (
-                f"the model was called {arguments.number} times without a step(): call monitor.step() after each "
+            message = (
+                f"the model was called {MAX_PASSES} times without a step(): call monitor.step() after each "
                 "optimizer step, or create it with optimizer="
             )
-            self._warn(self._failure)
-            return
-        try:
-            self._sampler.add(state, values, arguments)
-        except Exception as error:  # a training must not stop because it is watched
-            self._failure = shorten(error) or type(error).__name__
+            self._warn(message)
+            raise UserError(message)
+        self._sampler.add(state, values, arguments)
 
     def _receive_gradient(self, state: str, gradient: Tensor) -> None:
         norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.promote_types(gradient.dtype, torch.float32))
@@ -340,15 +334,15 @@ class Monitor:
         squares[state] = squares.get(state, 0) + norm.double().square()
 
     def _take_samples(self) -> dict[str, StateSample]:
-        """Return the samples of the passes since the last step; none after a failure."""
-        self._failure = self._failure or self._watcher.failure
-        try:
-            samples = {} if self._failure else self._sampler.take()
-        except Exception as error:
-            self._failure, samples = shorten(error) or type(error).__name__, {}
-        if self._failure:
-            self._warn(f"the passes of step {self.count} were not read: {self._failure}", self._failure)
-        return samples
+        """Return the samples of the passes since the last step; none if one could not be read."""
+        if not self._watcher.failure:
+            try:
+                return self._sampler.take()
+            except Exception as error:  # such as passes whose states have different widths
+                self._watcher.failure = shorten(error) or type(error).__name__
+        failure = self._watcher.failure
+        self._warn(f"the passes of step {self.count} were not read: {failure}", failure)
+        return {}
 
     def _make_reading(self, source: str, samples: Mapping[str, StateSample]) -> Reading | None:
         """Measure the samples of all processes together, and add the reading; None if there is nothing to measure."""
@@ -363,7 +357,7 @@ class Monitor:
             self._warn(f"the reading of step {self.count} failed: {reason}", reason)
             return None
         if not values:
-            if source == TRAINING and not self._failure:
+            if source == TRAINING and not self._watcher.failure:
                 self._warn(
                     f"nothing was read at step {self.count}: the model was not called with gradients since the last "
                     "step(); or it, or another model of its class, was compiled and called before the monitor was "

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from istar.errors import UserError
+from istar.errors import UserError, shorten
 from istar.hidden_states.call_arguments import find_wrapped, read_argument_names
 from istar.hidden_states.model_layers import find_final_norm, find_layers, layers_from_modules
 from istar.hidden_states.model_modes import uncompiled
@@ -58,7 +58,7 @@ class StateWatcher:
 
     Args:
         model: a transformers model of text, bare or inside other modules, also compiled. With `modules`, any module.
-        receive: called with each state, detached from the autograd graph. Must not raise.
+        receive: called with each state, detached from the autograd graph. Its errors are caught, see `failure`.
         modules: names, patterns or modules, see `istar.hidden_states.model_layers.select_modules`. In a compiled model
             they must be in the order of their calls.
         receive_gradient: called with the name and the gradient of each state, in eager mode.
@@ -68,7 +68,7 @@ class StateWatcher:
         names: names of the states, from the input to the output. `pooled` is the last one for models that may return
             sentence embeddings.
         num_passes: number of passes that were read since `arm`.
-        failure: why a pass could not be read; "" if all could.
+        failure: why a pass since `arm` could not be read; "" if all could.
 
     Raises:
         UserError: if the states cannot be found.
@@ -132,9 +132,8 @@ class StateWatcher:
                 yield
         finally:
             self._reads_without_gradients = False
-            failure = previous_failure or self.failure
             self.arm(was_armed)
-            self.num_passes, self.failure = num_passes, failure
+            self.num_passes, self.failure = num_passes, previous_failure
 
     def close(self) -> None:
         """Remove the hooks, and ignore the operators of compiled graphs."""
@@ -155,9 +154,9 @@ class StateWatcher:
         if 0 in self._layers.names:
             add(modules[0].register_forward_pre_hook(self._read_input, with_kwargs=True))
         for number, module in enumerate(modules, start=1):
-            add(module.register_forward_hook(partial(self._read_output, number)))
+            add(module.register_forward_hook(partial(self._read_output, _OUTPUT, number)))
         if self._norm is not None:
-            add(self._norm.register_forward_hook(self._read_norm))
+            add(self._norm.register_forward_hook(partial(self._read_output, _NORM, self._layers.num_layers + 1)))
         for index, module in enumerate(self._chain):
             add(module.register_forward_hook(partial(self._end_call, index)))
 
@@ -188,19 +187,14 @@ class StateWatcher:
         else:
             self._take(self.names[0], state)
 
-    def _read_output(self, number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._add_operator(_OUTPUT, find_state(output))
+    def _read_output(self, event: int, number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling():  # the number would give each layer a graph
+            self._add_operator(event, find_state(output))
         elif self._pass is not None:
-            self._num_layers_called += 1
-            number = self._num_layers_called if self._layers.is_shared else number
+            self._num_layers_called += event == _OUTPUT
+            if event == _OUTPUT and self._layers.is_shared:
+                number = self._num_layers_called
             self._take(self._layers.names[number], find_state(output))
-
-    def _read_norm(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._add_operator(_NORM, find_state(output))
-        else:
-            self._take(self._layers.names[self._layers.num_layers + 1], find_state(output))
 
     def _end_call(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -264,13 +258,15 @@ class StateWatcher:
             return
         self._seen.add(name)
         if not isinstance(state, Tensor) or not state.is_floating_point():
-            self.failure = (
-                f"{name} returns a {type(state).__name__}; expected a floating tensor, or one first in a tuple"
-            )
+            kind = type(state).__name__
+            self.failure = f"{name} returns a {kind}; expected a floating tensor, or one first in a tuple"
             return
         if self._receive_gradient is not None and state.requires_grad:
             state.register_hook(partial(self._receive_gradient, name))
-        self._receive(name, state.detach(), self._pass)
+        try:
+            self._receive(name, state.detach(), self._pass)
+        except Exception as error:  # a training must not stop because it is watched
+            self.failure = self.failure or shorten(error) or type(error).__name__
 
     def _check_number_of_layers(self) -> None:
         if self._pass is not None and self._num_layers_called not in (0, self._layers.num_layers):

@@ -1,4 +1,4 @@
-"""Accumulators for all streaming measures of one layer, and standard errors from groups of documents."""
+"""Sums of one layer's hidden states, for its measures and their standard errors over groups of documents."""
 
 import math
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ from istar.sums.grouped_moments import GroupedMoments, sum_over_points
 from istar.sums.rows import Rows
 
 MeasureSet = Literal["basic", "all"]
-"""Which measures to compute: `basic` leaves out the slowest, see `LayerSettings`."""
+"""Which measures to compute: all, or all but the slowest."""
 _FLOAT32_RANGE = (1e-5, 1e8)
 """Norms and deviations of dimensions in this range have fourth powers within float32's range and precision."""
 _NORM_EDGES = torch.logspace(-2, 4, 241, device="cpu").tolist()
@@ -60,27 +60,29 @@ _MIN_FITTED_RANKS = 10
 class LayerSettings:
     """What a `Layer` accumulates."""
 
-    # Whether to add the kurtosis of tokens and massive activations, which take more time than the other measures.
-    measures: MeasureSet = "basic"
+    measures: MeasureSet = "basic"  # `all` adds the kurtosis of tokens and massive activations, the slowest measures
     num_groups: int = 0  # number of groups of documents for standard errors; 0 computes none
-    # Whether to keep the moments, d^2 numbers, of each group. Without them, measures of the covariance lack a standard
-    # error.
-    scatter_by_group: bool = True
+    scatter_by_group: bool = True  # whether measures of the covariance get standard errors: d^2 numbers by group
     has_positions: bool = True  # whether points have a position in their example, as tokens in a text
 
 
 class Layer(Accumulator):
-    """Accumulates the streaming measures of the hidden states of one layer.
+    """Accumulates what the measures of one layer's hidden states need.
 
     Batches may come in any order, and the accumulators of several processes merge exactly. Elementwise operations and
     the sums over a batch are float32, or float64 if the hidden states are float64 or leave the range where float32
-    keeps its digits. Sums of powers are about an origin near the mean, so that they lose no digits where a mean is
-    large. Sums are accumulated in float64 (float32 on MPS), except the sums of unit vectors by type, which are float32.
+    keeps its digits. Sums are accumulated in float64 (float32 on MPS), except the sums of unit vectors by type, which
+    are float32.
 
-    A `vocabulary_size` of 0 leaves out IntraSim and the measures by frequency; `types` is then None. The `origin`,
-    `(d,)`, is a point near the mean, on the device of the hidden states. Accumulators to merge need the same origin and
-    settings. `types` contains norms and directions by token type, and `positions` by `log2_bins` of the position, or
-    None where the settings leave it out.
+    Args:
+        vocabulary_size: number of token types. 0 leaves out IntraSim and the measures by frequency.
+        origin: a point near the mean, `(d,)`, on the device of the hidden states. Powers are summed about it, so that a
+            large mean costs no digits. Accumulators to merge need the same origin and settings.
+        settings: what is accumulated.
+
+    Attributes:
+        types: norms and directions by token type, or None.
+        positions: norms and directions by `log2_bins` of the position, or None.
     """
 
     def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
@@ -104,7 +106,7 @@ class Layer(Accumulator):
 
     @torch.no_grad()
     def update(self, points: Tensor, rows: Rows) -> None:
-        """Add points `(n, d)`, without padding, in the order of `Rows.order`; a type or position is -1 if unknown."""
+        """Add points `(n, d)`, without padding, in the order of `rows`. An unknown type or position is -1."""
         if not len(points):
             return
         if self._massive is not None:
@@ -112,21 +114,21 @@ class Layer(Accumulator):
             columns = (unknown if column is None else column for column in (rows.type_ids, rows.positions))
             self._massive.update(points, *columns)
         with full_precision(points.device):
-            is_added = self._add(points.to(torch.promote_types(points.dtype, torch.float32)), rows)
-            if not is_added:
+            if not self._add(points.to(torch.promote_types(points.dtype, torch.float32)), rows):
                 self._add(points.double(), rows)
 
     def _add(self, points: Tensor, rows: Rows) -> bool:
-        """Add points, float32 or float64, in the order of the rows of the batch, and return True.
+        """Add points, float32 or float64, in the order of `rows`, and return True.
 
-        If float32 has too small a range for the points, and the device has float64, add nothing and return False.
+        If the points need float64 and the device has it, add nothing and return False.
         """
         norms = row_norms(points)
         inverse_norms = inverse_or_zero(norms)
         sums = sum_over_points(points, self._origin, inverse_norms)
         can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
         if can_be_wider:
-            deviations, (low, high) = (sums.powers[1] / len(points)).sqrt(), _FLOAT32_RANGE
+            low, high = _FLOAT32_RANGE
+            deviations = (sums.powers[1] / len(points)).sqrt()
             nonzero_norms = torch.where(norms == 0, 1, norms)
             extremes = torch.stack([*nonzero_norms.aminmax(), *deviations.aminmax()]).tolist()
             smallest_norm, largest_norm, smallest_deviation, largest_deviation = extremes
