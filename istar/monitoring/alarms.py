@@ -36,12 +36,13 @@ class Alarm:
         measure: name of a measure that the monitor computes.
         above: a reading counts if the value is above this bound.
         below: a reading counts if the value is below this bound.
-        of_first: a reading counts if the value is less than this share of the value in the first reading. For InterSim,
-            which is 1 in a collapse, the share is that of 1 - InterSim.
+        of_first: a reading counts if the value is less than this share of the value in the first reading of the
+            training. For InterSim, which is 1 in a collapse, the values of 1 - InterSim are compared.
         readings: number of readings in a row.
         states: "all", "pooled" for the last state of the model and for sentence embeddings, or a list of names. A state
             that is missing in a reading does not count.
-        unless_recovering: whether readings do not count if the last of them is farther from a collapse than the first.
+        unless_recovering: whether the alarm stays silent if the last of the readings in a row is farther from a
+            collapse than the first of them.
         action: "warn", "stop", or a function that is called with the message. "stop" ends the training:
             `Monitor.step` raises an `istar.Collapse`, and the callbacks of trainers stop these.
 

@@ -152,6 +152,7 @@ class Monitor:
         self._group = process_group
         self._warned_reasons: set[str] = set()
         self._fired: set[tuple[Alarm, str]] = set()  # alarms that went off, and for which state
+        self._sampler = self._make_sampler()
         self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
         for alarm in self._alarms:
             alarm.check_states(self.states)
@@ -305,7 +306,7 @@ class Monitor:
     def _arm(self, keeps_hooks: bool = False) -> None:
         """Forget the previous passes. Read the next ones if their step is due."""
         self._is_due = self.count % self.every == 0
-        self._sampler: PointSampler = self._make_sampler()
+        self._sampler = self._make_sampler()
         self._squared_gradient_norms: dict[str, Tensor] = {}
         self._watcher.arm(self._is_due, keeps_hooks)
 

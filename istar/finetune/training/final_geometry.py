@@ -62,21 +62,21 @@ def measure_validation_geometry(
 ) -> dict[str, Any]:
     r"""Measure mean activation, intrinsic dimension and IsoScore\* of the hidden states of a validation set.
 
-    This takes one pass over the validation rows, and with `zeta` another one over a sample of training rows. The sample
-    has `NUM_POINTS` points or few more, counted over layers 1 to L together, or all if there are fewer. The model and
-    the global random state do not change.
+    This takes one pass over the validation rows, and with `zeta` another one over a sample of training rows: as many
+    as have `NUM_POINTS` points in layers 1 to L together, or all. The model and the global random state do not change.
 
     Args:
         zeta: weight of Sigma_S in [0, 1]; None leaves out IsoScore\*.
         seed: seed of the sample of texts for TwoNN, and of the sample of training rows.
 
     Returns:
-        A dictionary with the numbers of `examples` and of `tokens` without padding; `mean_activation`, the mean of the
-        last layer's states over the tokens, d numbers; `two_nn`, the TwoNN intrinsic dimension of each layer, starting
-        with the embedding output, on the sample of `sum_states` with at most `MAX_TWO_NN_EXAMPLES` texts, or None if it
-        has too few texts or all their states are equal; and with `zeta`, `isoscore_star`, the result of
-        `compute_isoscore_star`. In the first layers of a decoder, the states of texts that end in the same token are
-        nearly equal, and the dimension describes how such copies differ.
+        A dictionary with
+        - `examples` and `tokens`: their numbers, without padding.
+        - `mean_activation`: the mean of the last layer's states over the tokens, d numbers.
+        - `two_nn`: the TwoNN intrinsic dimension of each layer, starting with the embedding output, of at most
+          `MAX_TWO_NN_EXAMPLES` texts (see `sum_states`); None if the texts are too few, or their states equal. In the
+          first layers of a decoder, it describes how the nearly equal states of texts with the same last token differ.
+        - `isoscore_star`, with `zeta`: the result of `compute_isoscore_star`.
 
     Raises a `NonFiniteError` if hidden states are not finite.
     """
@@ -102,11 +102,11 @@ def measure_validation_geometry(
 def sum_states(
     passes: EvaluationPasses, rows: TokenizedRows, order: Sequence[int], num_texts: int = 0, seed: int = 0
 ) -> tuple[list[FourthMoments], Sample]:
-    """Sum the hidden states of rows in an order, and sample the texts of the rows.
+    """Compute the moments of the hidden states of rows, and sample the texts of the rows.
 
     Returns:
-        The moments of the states of all tokens by layer, starting with the embedding output; and a sample of at most
-        `num_texts` distinct texts. A text has one state by layer: that of the first token ([CLS]) of an encoder, or of
+        The moments over all tokens by layer, starting with the embedding output; and a sample of at most `num_texts`
+        distinct texts. A text has one point in each layer: the state of the first token ([CLS]) of an encoder, or of
         the last token of a decoder, which alone has seen the whole text. Equal texts are one point, because their
         states in different batches differ by rounding only.
     """
@@ -141,13 +141,14 @@ def compute_isoscore_star(layers: Sequence[Moments], training_layers: Sequence[M
     Returns:
         A dictionary with `zeta`; `num_points`, the number of points in Sigma_S of the union; `union`, the score of
         layers 1 to L together; and `layers`, the score of each layer by its number as a string (0 is the embedding
-        output). Scores are in [0, 1]; None for states that are all equal.
+        output). Scores are in [0, 1], or None if all states are equal.
     """
 
     def compute_score(moments: Moments, shrinkage_moments: Moments) -> float | None:
         return call_or_none(lambda: isoscore_star(moments, to_covariance(shrinkage_moments), zeta))
 
-    union, training_union = unite_layers(layers), unite_layers(training_layers)
+    union = unite_layers(layers)
+    training_union = unite_layers(training_layers)
     return {
         "zeta": zeta,
         "num_points": int(training_union.count),
@@ -157,7 +158,7 @@ def compute_isoscore_star(layers: Sequence[Moments], training_layers: Sequence[M
 
 
 def unite_layers(layers: Sequence[Moments]) -> Moments:
-    """Return the moments of the union of layers 1 to L; `layers` starts with the embedding output, which is left out.
+    """Return the moments of layers 1 to L together. `layers` starts with layer 0, which is left out.
 
     Raises a `UserError` if the layers have different widths.
     """
