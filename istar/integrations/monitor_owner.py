@@ -73,12 +73,12 @@ class MonitorOwner:
         Raises:
             UserError: if the model cannot be called with the batches.
         """
-        if self.monitor is None or self._watched_model is not model:
-            self.start_monitor(model)
-            self.close_monitor()  # a closed monitor can still measure a probe
-        assert self.monitor is not None
+        monitor = self.monitor
+        if monitor is None or self._watched_model is not model:
+            monitor = self.start_monitor(model)
+            monitor.close()  # a closed monitor can still measure a probe
         try:
-            return self.monitor.measure(batches)
+            return monitor.measure(batches)
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{type(model).__name__} does not take the batches of the probe: {type(error).__name__}: "

@@ -134,27 +134,9 @@ def _measure_same_width(
     factor = num_groups / torch.where(num_groups > 1, num_groups - 1, torch.nan) / num_points.square()
     errors = (squares * factor[:, None]).sqrt().unbind(1)
     columns |= {f"{name}_error": error for name, error in zip(with_error, errors, strict=True)}
-    table = torch.stack(list(columns.values()), 1).tolist()  # the host waits for the device only here
+    table = torch.stack(list(columns.values()), 1).tolist()  # one transfer to the host
     rows = (dict(zip(columns, numbers, strict=True)) for numbers in table)
     return {state: row for state, row in zip(states, rows, strict=True) if row["points"] > 0}
-
-
-def _sum_squared_influences(
-    stacks: Sequence["_Stack"], sums: "OriginSums", moments: "CenteredMoments", names: Sequence[str]
-) -> tuple[Tensor, Tensor]:
-    """Return the sums over groups of the squared influences of each measure, `(S, names)`, and the groups, `(S,)`."""
-    num_groups = sums.num_points.new_zeros(len(sums.num_points))
-    squares = num_groups.new_zeros(len(num_groups), len(names))
-    for stack in stacks:
-        unique, numbers = stack.groups.unique(return_inverse=True)
-        num_groups[stack.indices] = len(unique)
-        stack_sums = OriginSums(*(values[stack.indices] for values in sums))
-        stack_moments = CenteredMoments(*(values[stack.indices] for values in moments))
-        influences = compute_influences(stack.points, stack_sums, stack_moments, names)
-        for column, influence in enumerate(influences.values()):
-            totals = influence.new_zeros(len(influence), len(unique)).index_add_(1, numbers, influence)
-            squares[stack.indices, column] = totals.square().sum(1)
-    return squares, num_groups
 
 
 class _Stack(NamedTuple):
@@ -357,6 +339,24 @@ def compute_influences(
         severity = _outlier_severity(sums, moments)[:, None]
         influences["outlier_severity"] = severity * (along_mean - (relative_squares - 1) / 2)
     return {name: influences[name] for name in names}
+
+
+def _sum_squared_influences(
+    stacks: Sequence[_Stack], sums: OriginSums, moments: CenteredMoments, names: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Return the sums over groups of the squared influences of each measure, `(S, names)`, and the groups, `(S,)`."""
+    num_groups = sums.num_points.new_zeros(len(sums.num_points))
+    squares = num_groups.new_zeros(len(num_groups), len(names))
+    for stack in stacks:
+        unique, numbers = stack.groups.unique(return_inverse=True)
+        num_groups[stack.indices] = len(unique)
+        stack_sums = OriginSums(*(values[stack.indices] for values in sums))
+        stack_moments = CenteredMoments(*(values[stack.indices] for values in moments))
+        influences = compute_influences(stack.points, stack_sums, stack_moments, names)
+        for column, influence in enumerate(influences.values()):
+            totals = influence.new_zeros(len(influence), len(unique)).index_add_(1, numbers, influence)
+            squares[stack.indices, column] = totals.square().sum(1)
+    return squares, num_groups
 
 
 def _sort_values(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
