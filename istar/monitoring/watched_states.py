@@ -181,7 +181,7 @@ class StateWatcher:
             self._add_operator(_POSITIONS, positions)
 
     def _read_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = args[0] if args else kwargs["hidden_states"]
+        state = args[0] if args else kwargs.get("hidden_states")
         if torch.compiler.is_compiling():
             self._add_operator(_INPUT, state)
         else:

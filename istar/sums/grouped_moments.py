@@ -55,7 +55,7 @@ class UpperPanels:
 
 
 class GroupedMoments(Accumulator):
-    """Accumulates the `FourthMoments` of several groups of points; a batch may contain points of all groups.
+    """Accumulates the `FourthMoments` of one or more groups of points; a batch may contain points of all groups.
 
     All sums are about the same `origin`, `(d,)`, so that the sums of batches and groups can be added. The origin should
     be near the mean of the points, and is on their device. Sums over a batch are computed in the dtype of its points,

@@ -16,7 +16,8 @@ from istar.sums.rows import Rows
 from istar.sums.sample import Sample
 
 UPDATE_POINTS = 8_192
-"""Maximum number of points to add to the sums at once, unless a batch has more."""
+"""Maximum number of points to add to the sums at once, unless a batch has more. A model on a CPU is fastest with small
+batches, and the sums with many points, so several batches are added at once."""
 UPDATE_BYTES = 2**28
 """Maximum bytes, in float32, of all states of the points that are added at once, unless a batch has more."""
 MAX_GROUP_BYTES = 2**30
