@@ -204,7 +204,7 @@ class StateWatcher:
                 self._take(POOLED, output["sentence_embedding"])
             self._close_call(index)
 
-    def _add_operator(self, event: int, value: Tensor) -> None:
+    def _add_operator(self, event: int, value: Any) -> None:
         """Put the operator into the graph that is being traced, unless the graph is for passes without gradients."""
         if torch.is_grad_enabled():
             torch.ops.istar.watch(value.detach(), self._flag, self._id, event)
