@@ -65,10 +65,8 @@ class PenaltyCallback(L.Callback):
         self.loader = loader
         self.modules = modules
         self.suffix = suffix
-        # None while the penalty is attached to no model.
-        self._attached: AttachedPenalty | None = None
-        # The penalty as it was attached before.
-        self._detached: AttachedPenalty | None = None
+        self._attached: AttachedPenalty | None = None  # while a training runs
+        self._detached: AttachedPenalty | None = None  # the attachment of the previous training
         self._loaded_state: dict[str, Tensor] = {}
         self._has_fitted = False
         self._loss_was_called = False
@@ -109,7 +107,7 @@ class PenaltyCallback(L.Callback):
         """Attach the penalty to the model of the LightningModule."""
         self._detach()
         self._loss_was_called = False
-        # A trainer that goes on continues with the penalty's state, and one that resumes with the saved one.
+        # If the previous training goes on, the penalty keeps its state. A new or a resumed training resets it.
         if self._has_fitted and (_count_steps(trainer, pl_module) == 0 or trainer.ckpt_path is not None):
             self.penalty.reset(keep_shrinkage_covariance=not self.settings.refresh)
             self._detached = None
@@ -217,16 +215,16 @@ class MonitorCallback(MonitorOwner, L.Callback):
         trainer = L.Trainer(callbacks=[MonitorCallback(every=50)])
         trainer.fit(module, loader)
 
-    Each reading is sent to all loggers under the names of `Reading.flatten`, such as `geometry/layer_6/inter_sim`, and
-    its step is the number of optimizer steps before it. One line is printed for a reading. In manual optimization, a
-    batch with steps of several optimizers counts once in `every`.
+    Each reading is printed as one line, and sent to all loggers under the names of `Reading.flatten`, such as
+    `geometry/layer_6/inter_sim`. Its step is the number of optimizer steps before it. In manual optimization, a batch
+    with steps of several optimizers counts once in `every`.
 
     An alarm with `action="stop"` warns, and ends the training as early stopping does, not before `min_epochs` and
-    `min_steps`. Checkpoints contain the readings, so that a resumed training has those of an undisturbed one.
+    `min_steps`. Checkpoints contain the readings, and a resumed training continues them.
 
-    With a probe, each validation also measures these batches, and logs the measures as `val/<state>/<measure>`, for
-    example `val/layer_6/isoscore_unbiased`, and as `val/<measure>` their mean over the layers. `ModelCheckpoint` and
-    `EarlyStopping` can monitor one. A validation outside of `fit` is measured, too, and the sanity check is not.
+    With a probe, each validation, also outside of `fit`, measures its batches and logs the measures as
+    `val/<state>/<measure>`, for example `val/layer_6/isoscore_unbiased`, and their means over the layers as
+    `val/<measure>`. `ModelCheckpoint` and `EarlyStopping` can monitor one. The sanity check is not measured.
 
     Args:
         model: see `FindModel`.
@@ -246,8 +244,7 @@ class MonitorCallback(MonitorOwner, L.Callback):
         super().__init__(probe, **options)
         self.model = model
         self._loaded_state: dict[str, Any] = {}
-        # Number of optimizer steps that the monitor knows of.
-        self._global_step = 0
+        self._global_step = 0  # of the trainer after the latest step that the monitor counted
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Create the monitor."""

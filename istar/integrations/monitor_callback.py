@@ -1,4 +1,4 @@
-"""The callback with which `istar.Monitor` watches transformers' `Trainer` and its subclasses of other libraries."""
+"""A callback that watches trainings of transformers' `Trainer` and its subclasses with an `istar.Monitor`."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ from istar.integrations.trainer_callback import refuse_data_parallel
 from istar.monitoring.monitor import Reading
 
 READINGS_KEY = "istar_readings"
-"""Key of the readings in the callback states of `trainer_state.json`: a list with a line of JSON for each."""
+"""Key of the list of readings, each as a JSON string, in the callback states of `trainer_state.json`."""
 
 
 class MonitorCallback(MonitorOwner, TrainerCallback):
@@ -24,19 +24,19 @@ class MonitorCallback(MonitorOwner, TrainerCallback):
         trainer.add_callback(MonitorCallback(trainer, every=50))
         trainer.train()
 
-    The trainer is transformers' or a subclass, such as those of trl and sentence-transformers. Each reading is sent to
-    the trainer's reporters, such as W&B and TensorBoard, under the names of `Reading.flatten`, and its step is that of
-    the reading. They put `train/` before a name: `train/geometry/layer_6/inter_sim`. One line is printed for a reading.
-    The log history has none, because it would get a hundred numbers each time.
+    The trainer is transformers' or a subclass, such as those of trl and sentence-transformers. Each reading is printed
+    as one line, and sent to the trainer's reporters, such as W&B and TensorBoard, at the step of the reading. Its names
+    are those of `Reading.flatten` after `train/`, such as `train/geometry/layer_6/inter_sim`. The log history does not
+    contain the readings, because each has about a hundred numbers.
 
     An alarm with `action="stop"` warns, and ends the training after the step, as early stopping does. Checkpoints
-    contain the readings in `trainer_state.json`, so that a resumed training has those of an undisturbed one.
+    contain the readings in `trainer_state.json`, and a resumed training continues them.
 
-    With a probe, each evaluation also measures these batches, and adds the measures to its metrics as
-    `eval_<state>_<measure>`, for example `eval_layer_6_isoscore_unbiased`, and as `eval_<measure>` their mean over the
-    layers. `metric_for_best_model` can name one. Other callbacks that need one, such as `EarlyStoppingCallback`, must
-    be added after this one. A hyperparameter search needs `compute_objective`, because its default is the sum of all
-    metrics. An evaluation outside of `train` is measured, too.
+    With a probe, each evaluation, also outside of `train`, measures its batches and adds the measures to the metrics as
+    `eval_<state>_<measure>`, for example `eval_layer_6_isoscore_unbiased`, and their means over the layers as
+    `eval_<measure>`. `metric_for_best_model` can name one. Callbacks that need one, such as `EarlyStoppingCallback`,
+    must be added after this one. A hyperparameter search needs `compute_objective`, because its default is the sum of
+    all metrics.
 
     Args:
         trainer: the trainer that gets this callback.
@@ -82,7 +82,7 @@ class MonitorCallback(MonitorOwner, TrainerCallback):
             return
         metrics = kwargs.pop("metrics")
         batches = self.list_probe_batches(kwargs["eval_dataloader"])
-        # Trainers of sentence-transformers have batches of several columns, each with the arguments of the model.
+        # The batches of sentence-transformers have several columns, such as two sentences. The model takes one column.
         if isinstance(self.probe, int) and hasattr(self._trainer, "collect_features"):
             batches = (column for batch in batches for column in self._trainer.collect_features(batch)[0])
         reading = self.measure_probe(kwargs["model"], batches)

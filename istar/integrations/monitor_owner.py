@@ -1,4 +1,4 @@
-"""What the monitor callbacks of all trainers share: the options of their monitor, its steps and its probe."""
+"""Base class of the callbacks that watch a training of Lightning or transformers with an `istar.Monitor`."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,10 +14,8 @@ from istar.monitoring.alarms import Alarm, Collapse
 from istar.monitoring.monitor import DEFAULT_MEASURES, Monitor, Reading
 
 Probe = int | Iterable[Any] | None
-"""Number of batches from the beginning of the evaluation set, or batches for the model, or None for no probe."""
+"""Batches that each evaluation measures: a number of the first ones of its data, or a list; None for no probe."""
 _NUM_MEASURES_IN_LINE = 3
-_ERRORS_OF_CALLS = (TypeError, KeyError, ValueError, AttributeError)
-"""What a model raises if a batch is not what it takes."""
 
 
 class MonitorOptions(TypedDict, total=False):
@@ -34,11 +32,7 @@ class MonitorOptions(TypedDict, total=False):
 
 
 class MonitorOwner:
-    """Base class of the monitor callbacks.
-
-    Attributes:
-        monitor: the monitor of the latest training or evaluation. It is closed at the end, and its readings stay.
-    """
+    """Creates a monitor for each training, counts its steps, and measures its probe."""
 
     def __init__(self, probe: Probe, **options: Unpack[MonitorOptions]) -> None:
         for name in options:
@@ -56,16 +50,17 @@ class MonitorOwner:
     def start_monitor(self, model: nn.Module) -> Monitor:
         """Close the previous monitor, and return a new one of this model."""
         self.close_monitor()
-        self.monitor, self._watched_model = Monitor(model, **self.options), model
+        self.monitor = Monitor(model, **self.options)
+        self._watched_model = model
         return self.monitor
 
     def close_monitor(self) -> None:
-        """Remove the hooks from the model, if there are any."""
+        """Remove the hooks from the model; the readings stay."""
         if self.monitor is not None:
             self.monitor.close()
 
     def take_step(self) -> tuple[Reading | None, str]:
-        """Return the reading that an optimizer step completes, if any, and the message of a collapse or ""."""
+        """Count an optimizer step. Return its reading, if there is one, and the message of a collapse or ""."""
         assert self.monitor is not None
         try:
             return self.monitor.step(), ""
@@ -73,32 +68,32 @@ class MonitorOwner:
             return self.monitor.readings[-1], str(collapse)
 
     def measure_probe(self, model: nn.Module, batches: Iterable[Any]) -> Reading:
-        """Measure batches with the monitor of the training, or outside of one with a monitor that reads nothing else.
+        """Measure batches with the monitor of the training or, outside a training, with a new one.
 
         Raises:
             UserError: if the model cannot be called with the batches.
         """
-        if self.monitor is None or self._watched_model is not model:
-            self.start_monitor(model)
-            self.close_monitor()
-        assert self.monitor is not None
+        monitor = self.monitor
+        if monitor is None or self._watched_model is not model:
+            monitor = self.start_monitor(model)
+            monitor.close()  # a closed monitor can still measure a probe
         try:
-            return self.monitor.measure(batches)
-        except _ERRORS_OF_CALLS as error:
+            return monitor.measure(batches)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{type(model).__name__} does not take the batches of the probe: {type(error).__name__}: "
                 f"{shorten(error)}; give it batches with its arguments: probe=[...]"
             ) from error
 
     def list_probe_batches(self, loader: Any) -> Iterable[Any]:
-        """Return the batches of the probe. Those of the evaluation set are read without side effects on its loader."""
+        """Return the batches of the probe. Reading the first ones of a loader does not change its next iteration."""
         if isinstance(self.probe, int):
             return islice(iterate_in_new_order(loader, seed=0), self.probe)
         assert self.probe is not None
         return self.probe
 
     def name_values(self, reading: Reading, separator: str) -> dict[str, float]:
-        """Return the measures of a reading by names such as `layer_6_inter_sim`, and their means over the layers."""
+        """Return the measures by names such as `layer_6_inter_sim`, and their means over the layers as `inter_sim`."""
         named = {
             f"{state}{separator}{measure}": values[measure]
             for state, values in reading.values.items()
@@ -110,7 +105,7 @@ class MonitorOwner:
 
 
 def describe_reading(reading: Reading, measures: Sequence[str]) -> str:
-    """Return a line with the ranges of the first measures over the states.
+    """Return a line with the ranges of the first three measures over the states.
 
     >>> values = {"layer_1": {"inter_sim": 0.12}, "layer_2": {"inter_sim": 0.31}}
     >>> describe_reading(Reading(50, "training", values), ["inter_sim"])

@@ -1,4 +1,4 @@
-"""Alarms of a collapse: what they look at, and when they go off."""
+"""Alarms that go off when the states of a model collapse: they become nearly equal, or lose most dimensions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +10,14 @@ from istar.monitoring.stacked_measures import SAMPLE_MEASURES
 from istar.runs.names import POOLED
 
 Values = Mapping[str, Mapping[str, float]]
-"""Measures of a reading, by state and name."""
+"""Measures of one reading, by state and name."""
 _COLLAPSED_VALUES = {"inter_sim": 1.0}
-"""Values of measures in a complete collapse, if it is not 0."""
+"""Values of measures for states that are all equal. A measure that is missing here has the value 0."""
 _OTHER_CAUSES = {
     "inter_sim": "a language model from random weights has nearly equal states in its first hundreds of steps, too",
     "participation_ratio": "large language models grow a few dominant dimensions in healthy training, too",
 }
-"""What else the measures of the default alarms may show."""
+"""Causes other than a collapse that move a measure in the same direction."""
 
 
 class Collapse(RuntimeError):  # noqa: N818
@@ -26,7 +26,7 @@ class Collapse(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Alarm:
-    """Goes off if a measure of a state is beyond bounds in several readings in a row; once for each state.
+    """Goes off, once for each state, if a measure is beyond its bounds in several readings in a row.
 
         istar.Monitor(model, alarms=[istar.Alarm("inter_sim", above=0.98, action="stop")])
 
@@ -36,12 +36,13 @@ class Alarm:
         measure: name of a measure that the monitor computes.
         above: a reading counts if the value is above this bound.
         below: a reading counts if the value is below this bound.
-        of_first: a reading counts if the value is less than this share of the value in the first reading. For InterSim,
-            which is 1 in a collapse, the share is that of 1 - InterSim.
+        of_first: a reading counts if the value is less than this share of the value in the first reading of the
+            training. For InterSim, which is 1 in a collapse, the values of 1 - InterSim are compared.
         readings: number of readings in a row.
         states: "all", "pooled" for the last state of the model and for sentence embeddings, or a list of names. A state
             that is missing in a reading does not count.
-        unless_recovering: whether readings do not count if the last of them is farther from a collapse than the first.
+        unless_recovering: whether the alarm stays silent if the last of the readings in a row is farther from a
+            collapse than the first of them.
         action: "warn", "stop", or a function that is called with the message. "stop" ends the training:
             `Monitor.step` raises an `istar.Collapse`, and the callbacks of trainers stop these.
 
@@ -66,16 +67,17 @@ class Alarm:
     def __post_init__(self) -> None:
         check_one_of("measure", self.measure, SAMPLE_MEASURES)
         check_at_least(1, "readings", self.readings)
-        if self.above is self.below is self.of_first is None:
+        if (self.above, self.below, self.of_first) == (None, None, None):
             raise UserError(f"the alarm of {self.measure} has no bound; expected above=, below= or of_first=")
-        if not isinstance(self.states, str):
-            object.__setattr__(self, "states", tuple(self.states))  # a list has no hash
+        if self.states not in ("all", "pooled"):
+            names = (self.states,) if isinstance(self.states, str) else tuple(self.states)
+            object.__setattr__(self, "states", names)  # a tuple, because alarms are keys of dictionaries
         if not callable(self.action):
             check_one_of("action", self.action, ("warn", "stop"))
 
     def check_states(self, known: Sequence[str]) -> None:
         """Raise a `UserError` if the alarm names a state that is not known."""
-        for state in self._named_states:
+        for state in () if self.states in ("all", "pooled") else self.states:
             if state not in known:
                 raise UserError(
                     f"the alarm of {self.measure} names the state {state}{did_you_mean(state, known)}; expected one of "
@@ -83,27 +85,30 @@ class Alarm:
                 )
 
     def find_states(self, history: Sequence[Values]) -> list[str]:
-        """Return the states for which the alarm goes off at the last reading of a history, as if it was new."""
+        """Return the states for which the alarm goes off at the last of some readings, also if it did before."""
         recent = history[-self.readings :]
         if len(recent) < self.readings:
             return []
         return [state for state in self._select_states(recent[-1]) if self._is_beyond(state, history[0], recent)]
 
     def describe(self, states: Sequence[str], history: Sequence[Values], step: int) -> str:
-        """Return the message for states: the values of the first, the bounds, and what the alarm cannot exclude."""
+        """Return the message: the values of the first state, the bounds, the other states, and another cause."""
         state = states[0]
         values = ", ".join(f"{values[state][self.measure]:.3g}" for values in history[-self.readings :])
         first = history[0].get(state, {}).get(self.measure, math.nan)
-        bounds = [f"above {self.above:g}"] if self.above is not None else []
-        bounds += [f"below {self.below:g}"] if self.below is not None else []
+        bounds = []
+        if self.above is not None:
+            bounds.append(f"above {self.above:g}")
+        if self.below is not None:
+            bounds.append(f"below {self.below:g}")
         if self.of_first is not None:
             quantity = f"with 1 - {self.measure} below" if self.measure in _COLLAPSED_VALUES else "below"
             bounds.append(f"{quantity} {self.of_first:g} times its first value, {self._find_distance(first):.3g}")
         others = f", and so may {', '.join(states[1:])}" if len(states) > 1 else ""
-        cause = _OTHER_CAUSES.get(self.measure)
+        cause = f"; {_OTHER_CAUSES[self.measure]}" if self.measure in _OTHER_CAUSES else ""
         return (
             f"step {step}: {state} may have collapsed: {self.measure} was {values} in the last {self.readings} "
-            f"readings, {' and '.join(bounds)}{others}{f'; {cause}' if cause else ''}"
+            f"readings, {' and '.join(bounds)}{others}{cause}"
         )
 
     def _select_states(self, values: Values) -> list[str]:
@@ -112,14 +117,7 @@ class Alarm:
         if self.states == "pooled":
             layers = [state for state in values if state != POOLED]
             return [*layers[-1:], *({POOLED} & values.keys())]
-        return [state for state in self._named_states if state in values]
-
-    @property
-    def _named_states(self) -> Sequence[str]:
-        """The states that are given by name."""
-        if self.states in ("all", "pooled"):
-            return []
-        return [self.states] if isinstance(self.states, str) else self.states
+        return [state for state in self.states if state in values]
 
     def _is_beyond(self, state: str, first: Values, recent: Sequence[Values]) -> bool:
         if not all(state in values for values in recent):
@@ -140,7 +138,7 @@ class Alarm:
         )
 
     def _find_distance(self, value: float) -> float:
-        """Return how far a value is from that of a complete collapse."""
+        """Return the distance of a value from the value in a complete collapse."""
         return abs(value - _COLLAPSED_VALUES.get(self.measure, 0.0))
 
 

@@ -1,9 +1,10 @@
-"""`istar.Monitor`: reads the geometry of every state during a training of the user."""
+"""`istar.Monitor`: measures the geometry of a model's hidden states while a user trains it."""
 
 import inspect
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -33,9 +34,9 @@ DEFAULT_MEASURES = (
 )
 """Measures of a monitor by default, by the names of the table of measures."""
 MAX_PASSES = 1_000
-"""Number of passes without a `step()` after which a reading is given up."""
+"""Maximum number of passes in a step; after more, the reading is given up, because nobody seems to call `step`."""
 _MAX_DUMP_BYTES = 2**30
-"""Maximum size of a file with the points of a reading."""
+"""Maximum size of the file with the points of a reading."""
 
 _monitors: WeakKeyDictionary[nn.Module, "Monitor"] = WeakKeyDictionary()
 
@@ -44,7 +45,7 @@ class Reading(NamedTuple):
     """The geometry of all states at one step.
 
     Attributes:
-        step: number of optimizer steps before it. The passes read were those of the next step.
+        step: number of optimizer steps before the passes that were read.
         source: `training` for passes of the training, or `probe` for batches given to `Monitor.measure`.
         values: by state `points` and `sequences`, the numbers of sampled points and of their sequences; the measures by
             name; and `<measure>_error`, their standard errors.
@@ -76,7 +77,7 @@ class Monitor:
     the same in all states, chosen at random among those that are not padding. Special tokens count. Passes without
     gradients, such as those of an evaluation, are not read. The measures are those of `istar.measure` on the same
     points. Their standard errors take the sequences as independent of each other, see
-    `istar.monitoring.stacked_measures.measure_samples`. A measure that goes wrong warns, and never stops the training.
+    `istar.monitoring.stacked_measures.measure_samples`. A reading that fails warns, and never stops the training.
 
     Between readings, a model in eager mode has no hooks. A model that is compiled has an operator in its graph, and
     must be called for the first time after the monitor is created. During a step that is read, the monitor holds up to
@@ -97,10 +98,10 @@ class Monitor:
             The effective rank takes as long as all others together. With fewer than 10 d points it is several percent
             too small, and has no error.
         alarms: list of `istar.Alarm`. The default ones, `istar.monitoring.alarms.DEFAULT_ALARMS`, warn of a collapse.
-        optimizer: its steps are counted, so that nobody calls `step`.
+        optimizer: its steps are counted; then do not call `step` yourself.
         seed: seed of the random choice of points.
-        gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens. It is
-            that of the loss as it is scaled for `backward`. Compiled models have none.
+        gradients: whether to add the norm of the gradient with respect to each state, over all of its tokens. The loss
+            is the one that `backward` gets, with any scaling. Compiled models have no such norm.
         dump: file (.safetensors) for the sampled points of the reading that sets off an alarm, for `istar.measure`.
         process_group: processes that are measured together; by default all.
 
@@ -137,23 +138,24 @@ class Monitor:
         for alarm in alarms:
             if alarms is not DEFAULT_ALARMS and alarm.measure not in measures:
                 raise UserError(f"an alarm needs {alarm.measure}, which is not among the measures; add it to measures=")
-        self._model, self.every, self._points, self._measures = model, every, points, tuple(measures)
-        self._alarms = [alarm for alarm in alarms if alarm.measure in measures]
-        self._seed, self._dump, self._group = seed, None if dump is None else Path(dump), process_group
-        self.count, self.is_closed = 0, False
+        self.every = every
+        self.count = 0
         self.readings: list[Reading] = []
-        self._said: set[str] = set()
-        self._fired: set[tuple[Alarm, str]] = set()
-        self._gradients: dict[str, Tensor] | None = {} if gradients else None
-        self._failure = ""
+        self.is_closed = False
+        self._model = model
+        self._points = points
+        self._measures = tuple(measures)
+        self._alarms = [alarm for alarm in alarms if alarm.measure in measures]
+        self._seed = seed
+        self._has_gradients = gradients
+        self._dump = None if dump is None else Path(dump)
+        self._group = process_group
+        self._warned_reasons: set[str] = set()
+        self._fired: set[tuple[Alarm, str]] = set()  # alarms that went off, and for which state
         self._sampler = self._make_sampler()
         self._watcher = StateWatcher(model, self._receive, modules, self._receive_gradient if gradients else None)
-        try:
-            for alarm in self._alarms:
-                alarm.check_states(self.states)
-        except UserError:
-            self._watcher.close()
-            raise
+        for alarm in self._alarms:
+            alarm.check_states(self.states)
         previous = _monitors.get(self._watcher.base_model)
         if previous is not None and not previous.is_closed:
             self._warn("the model had another Monitor, which is closed now; call close() on one that is not needed")
@@ -197,33 +199,32 @@ class Monitor:
         return reading
 
     def measure(self, batches: Iterable[Any]) -> Reading:
-        """Measure the states on batches of a probe, in eval mode and without gradients; nothing changes for training.
+        """Measure the states on batches, a probe, in eval mode and without gradients; the training does not change.
 
-        At most `points` points of each state are measured, the same ones at each step. In several processes, all call
-        it, each with its batches.
+        At most `points` points of each state are measured, the same ones at each step. All processes call this, each
+        with its batches.
 
         Args:
-            batches: mappings, which the model gets as keywords, or tuples, or tensors. Tensors move to the model's
-                device.
+            batches: keyword arguments of the model as mappings, its arguments as tuples, or tensors. Tensors are moved
+                to the model's device.
 
         Returns:
-            The reading, with the source `probe`, which is also added to `readings`.
+            The reading, with the source `probe`. It is also added to `readings`.
 
         Raises:
             UserError: if the batches have no points.
         """
-        device, sampler = find_input_device(self._model), self._sampler
-        previous_failure, self._failure = self._failure, ""
+        device = find_input_device(self._model)
+        training_sampler = self._sampler
         self._sampler = self._make_sampler(is_probe=True)
         try:
-            with (
-                preserve_rng_states(device), eval_mode(self._model), torch.no_grad(), self._watcher.watch_probe(),
-            ):  # fmt: skip
+            with preserve_rng_states(device), eval_mode(self._model), torch.no_grad(), self._watcher.watch_probe():
                 for batch in batches:
                     _call(self._model, map_tensors(batch, lambda tensor: tensor.to(device)))
-            failure, samples = self._failure or self._watcher.failure, self._sampler.take()
+                failure = self._watcher.failure
+            samples = self._sampler.take()
         finally:
-            self._sampler, self._failure = sampler, previous_failure
+            self._sampler = training_sampler
         reading = self._make_reading(PROBE, samples)
         if reading is None:
             raise UserError(
@@ -245,15 +246,15 @@ class Monitor:
             for reading in self.readings
             for state, values in reading.values.items()
         ]
-        names = [*self._measures, *([GRADIENT_NORM] if self._gradients is not None else [])]
-        columns = ["step", "source", "state", "points", "sequences", *names]
+        columns = ["step", "source", "state", "points", "sequences", *self._measures]
+        columns += [GRADIENT_NORM] if self._has_gradients else []
         columns += [f"{name}_error" for name in self._measures if any(f"{name}_error" in row for row in rows)]
         return pd.DataFrame(rows, columns=columns).astype({"points": int, "sequences": int})
 
     def plot(self, *measures: str) -> "Figure":
-        """Draw a panel for each measure over the steps of the training, with a line for some of the states.
+        """Draw a panel for each measure, by default for all, over the steps, with a line for at most five states.
 
-        By default, all measures are drawn. The figure is not registered with pyplot.
+        The figure is not registered with pyplot.
 
         Raises:
             UserError: for an unknown measure, or if there is no reading.
@@ -277,7 +278,7 @@ class Monitor:
         return {"step": self.count, "readings": [[step, source, values] for step, source, values in self.readings]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the steps and the readings of `state_dict`; the next readings are those without a break."""
+        """Continue from the steps and readings of `state_dict`, as if the training had not been interrupted."""
         self.count = state_dict["step"]
         self.readings = [Reading(*reading) for reading in state_dict["readings"]]
         self._fired = set()
@@ -303,65 +304,61 @@ class Monitor:
         self.step()
 
     def _arm(self, keeps_hooks: bool = False) -> None:
-        """Read the passes from now on if the next step is due."""
-        self._is_due, self._failure = self.count % self.every == 0, ""
+        """Forget the previous passes. Read the next ones if their step is due."""
+        self._is_due = self.count % self.every == 0
         self._sampler = self._make_sampler()
-        if self._gradients is not None:
-            self._gradients = {}
+        self._squared_gradient_norms: dict[str, Tensor] = {}
         self._watcher.arm(self._is_due, keeps_hooks)
 
     def _make_sampler(self, is_probe: bool = False) -> PointSampler:
         num_processes = world_size(self._group)
-        rank = dist.get_rank(self._group) if num_processes > 1 else 0
-        # The same points of a probe at each step, so that only the model differs.
-        step = 0 if is_probe else self.count
-        return PointSampler(math.ceil(self._points / num_processes), (self._seed, step, rank, is_probe))
+        step = 0 if is_probe else self.count  # the points of a probe are the same at each step
+        return PointSampler(math.ceil(self._points / num_processes), (self._seed, step, self._rank, is_probe))
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank(self._group) if world_size(self._group) > 1 else 0
 
     def _receive(self, state: str, values: Tensor, arguments: PassArguments) -> None:
-        if self._failure:
-            return
         if arguments.number >= MAX_PASSES:
-            self._failure = (
-                f"the model was called {arguments.number} times without a step(): call monitor.step() after each "
+            message = (
+                f"the model was called {MAX_PASSES} times without a step(): call monitor.step() after each "
                 "optimizer step, or create it with optimizer="
             )
-            self._warn(self._failure)
-            return
-        try:
-            self._sampler.add(state, values, arguments)
-        except Exception as error:  # a training must not stop because it is watched
-            self._failure = shorten(error) or type(error).__name__
+            self._warn(message)
+            raise UserError(message)
+        self._sampler.add(state, values, arguments)
 
     def _receive_gradient(self, state: str, gradient: Tensor) -> None:
-        assert self._gradients is not None
-        square = torch.linalg.vector_norm(gradient.detach(), dtype=torch.promote_types(gradient.dtype, torch.float32))
-        self._gradients[state] = self._gradients.get(state, 0) + square.double().square()
+        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.promote_types(gradient.dtype, torch.float32))
+        squares = self._squared_gradient_norms
+        squares[state] = squares.get(state, 0) + norm.double().square()
 
     def _take_samples(self) -> dict[str, StateSample]:
-        """Return the samples of the passes since the last step; none after a failure."""
-        self._failure = self._failure or self._watcher.failure
-        try:
-            samples = {} if self._failure else self._sampler.take()
-        except Exception as error:
-            self._failure, samples = shorten(error) or type(error).__name__, {}
-        if self._failure:
-            self._warn(f"the passes of step {self.count} were not read: {self._failure}", self._failure)
-        return samples
+        """Return the samples of the passes since the last step; none if one could not be read."""
+        if not self._watcher.failure:
+            try:
+                return self._sampler.take()
+            except Exception as error:  # such as passes whose states have different widths
+                self._watcher.failure = shorten(error) or type(error).__name__
+        failure = self._watcher.failure
+        self._warn(f"the passes of step {self.count} were not read: {failure}", failure)
+        return {}
 
     def _make_reading(self, source: str, samples: Mapping[str, StateSample]) -> Reading | None:
-        """Measure samples of all processes, and add the reading."""
-        device = find_input_device(self._model)
-        device = next((sample.points.device for sample in samples.values()), device)
+        """Measure the samples of all processes together, and add the reading; None if there is nothing to measure."""
+        devices = (sample.points.device for sample in samples.values())
+        device = next(devices, None) or find_input_device(self._model)
         try:
             values = measure_samples(samples, self._measures, self.states, self._group, device)
-            if self._gradients is not None and source == TRAINING:
+            if self._has_gradients and source == TRAINING:
                 self._add_gradient_norms(values, device)
         except Exception as error:
             reason = shorten(error) or type(error).__name__
             self._warn(f"the reading of step {self.count} failed: {reason}", reason)
             return None
         if not values:
-            if source == TRAINING and not self._failure:
+            if source == TRAINING and not self._watcher.failure:
                 self._warn(
                     f"nothing was read at step {self.count}: the model was not called with gradients since the last "
                     "step(); or it, or another model of its class, was compiled and called before the monitor was "
@@ -374,10 +371,8 @@ class Monitor:
         return reading
 
     def _add_gradient_norms(self, values: Mapping[str, dict[str, float]], device: torch.device) -> None:
-        assert self._gradients is not None
-        squares = torch.stack(
-            [torch.as_tensor(self._gradients.get(state, 0.0)).to(device, torch.float64) for state in values]
-        )
+        local_squares = [torch.as_tensor(self._squared_gradient_norms.get(state, 0.0)) for state in values]
+        squares = torch.stack([square.to(device, torch.float64) for square in local_squares])
         if world_size(self._group) > 1:
             dist.all_reduce(squares, group=self._group)
         for state, square in zip(values, squares.tolist(), strict=True):
@@ -388,17 +383,18 @@ class Monitor:
 
     def _find_fired(self, history: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[Alarm, list[str]]:
         """Return the alarms that go off at the last reading, each with the states for which it did not before."""
-        found = {
-            alarm: [state for state in alarm.find_states(history) if (alarm, state) not in self._fired]
-            for alarm in self._alarms
-        }
-        new = {alarm: states for alarm, states in found.items() if states}
-        self._fired.update((alarm, state) for alarm, states in new.items() for state in states)
-        return new
+        fired = {}
+        for alarm in self._alarms:
+            states = [state for state in alarm.find_states(history) if (alarm, state) not in self._fired]
+            self._fired.update((alarm, state) for state in states)
+            if states:
+                fired[alarm] = states
+        return fired
 
     def _sound_alarms(self, samples: Mapping[str, StateSample]) -> None:
-        history, stops = self._list_history(), []
+        history = self._list_history()
         fired = self._find_fired(history)
+        stops = []
         suffix = f"; its points are in {self._dump}" if fired and self._write_dump(samples) else ""
         for alarm, states in fired.items():
             message = alarm.describe(states, history, self.readings[-1].step) + suffix
@@ -412,7 +408,7 @@ class Monitor:
             raise Collapse(stops[0])
 
     def _write_dump(self, samples: Mapping[str, StateSample]) -> bool:
-        """Write the points of a reading for `istar.measure`, and return whether the file exists."""
+        """Write the points of a reading for `istar.measure`, and return whether that was done."""
         if self._dump is None or not samples:
             return False
         num_bytes = sum(sample.points.nbytes for sample in samples.values())
@@ -433,21 +429,18 @@ class Monitor:
 
     def _warn(self, message: str, reason: str = "") -> None:
         """Warn on the first process, and only once for the same reason, which is by default the whole message."""
-        if (reason or message) not in self._said and (world_size(self._group) == 1 or dist.get_rank(self._group) == 0):
+        if (reason or message) not in self._warned_reasons and self._rank == 0:
             warnings.warn(message, UserWarning, stacklevel=4)
-        self._said.add(reason or message)
+        self._warned_reasons.add(reason or message)
 
 
 def _call(model: nn.Module, batch: Any) -> None:
-    """Call a model with a batch: keywords if the model takes them, otherwise arguments."""
-    if isinstance(batch, Mapping):
-        try:
+    """Call a model with keyword arguments from a mapping, arguments from a list or tuple, or else the batch itself."""
+    args, kwargs = [batch], {}
+    if isinstance(batch, list | tuple):
+        args = list(batch)
+    elif isinstance(batch, Mapping):
+        with suppress(TypeError):  # a model of sentence-transformers takes the mapping itself
             inspect.signature(model.forward).bind(**batch)
-        except TypeError:  # models of sentence-transformers take the mapping itself
-            model(batch)
-        else:
-            model(**batch)
-    elif isinstance(batch, list | tuple):
-        model(*batch)
-    else:
-        model(batch)
+            args, kwargs = [], dict(batch)
+    model(*args, **kwargs)

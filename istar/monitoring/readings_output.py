@@ -1,4 +1,4 @@
-"""The readings of a monitor as a figure, and as a file that is read like the measures of a training's checkpoints."""
+"""Draws the readings of a monitor, and writes them as a CSV file like that of a measured trajectory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +18,15 @@ _INTERVAL = 1.96
 
 
 def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> Figure:
-    """Draw a panel for each measure of `Monitor.table` over the steps, with a line for at most five of the states.
+    """Draw a panel for each measure of `Monitor.table` over the steps, with a line for each of at most five states.
+
+    Only readings of the training are drawn, or those of the probe if there are no others.
 
     Raises:
         UserError: for a measure that is not in the table, or without readings.
     """
-    is_of_training = table["source"] == TRAINING
-    readings = table[is_of_training] if is_of_training.any() else table
+    is_training = table["source"] == TRAINING
+    readings = table[is_training] if is_training.any() else table
     if readings.empty:
         raise UserError("there is no reading yet; call monitor.step() after each optimizer step")
     panels = []
@@ -33,17 +35,14 @@ def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> Figure:
         if measure not in readings:
             raise UserError(f"{measure} was not read{did_you_mean(measure, map(str, readings))}")
         lines = [_make_line(readings[readings["state"] == state], state, measure) for state in states]
-        panels.append(Panel(_find_title(measure), lines))
+        title = "norm of the gradient" if measure == GRADIENT_NORM else find_measure(measure).title
+        panels.append(Panel(title, lines))
     steps = sorted(set(readings["step"]))
     caption = "Measures of sampled points of each state, with 95% intervals over sequences."
     plot = Plot(
         "monitor", "Geometry by step", caption, "line", "step", tuple(panels), log_x=are_log_spaced(steps), ordered=True
     )
     return draw(plot)
-
-
-def _find_title(measure: str) -> str:
-    return "norm of the gradient" if measure == GRADIENT_NORM else find_measure(measure).title
 
 
 def _make_line(rows: pd.DataFrame, state: str, measure: str) -> Line:

@@ -1,7 +1,7 @@
 """Measures of several states at once, from samples of their points, with standard errors over sequences.
 
-States of the same shape are stacked, because many small operations would take longer than a step of a small model. The
-sums of a process are about the origin, so that processes add them up in one all-reduce.
+States of the same shape are stacked: measured one by one, those of a small model would take longer than a step of its
+training. The sums of a process are about the origin, so that one all-reduce adds the sums of all processes.
 """
 
 import math
@@ -76,41 +76,32 @@ def measure_samples(
             same_width = [state for state in states if widths[state] == width]
             num_sampled = max((len(samples[state].points) for state in same_width if state in samples), default=0)
             bytes_of_state = 8 * width * max(width if needs_scatter else 1, num_sampled)
-            length = max(_MAX_STACK_BYTES // bytes_of_state, 1)
-            for start in range(0, len(same_width), length):
-                part = same_width[start : start + length]
+            num_states = max(_MAX_STACK_BYTES // bytes_of_state, 1)
+            for start in range(0, len(same_width), num_states):
+                part = same_width[start : start + num_states]
                 results |= _measure_same_width(samples, part, width, names, process_group, device)
-    for state, values in results.items():
-        if "largest_activation" in names:
-            values["largest_activation"] = largest[state]
-    return {state: _sort_values(results[state], names) for state in states if state in results}
+    return {
+        state: _sort_values({**results[state], "largest_activation": largest[state]}, names)
+        for state in states
+        if state in results
+    }
 
 
 def _find_maxima(
     samples: Mapping[str, StateSample], states: Sequence[str], group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Return the width of each state, 0 if no process has points, and its largest absolute value."""
-    widths = [samples[state].points.shape[1] if state in samples else 0 for state in states]
-    largest = [
-        samples[state].points.abs().amax().to(device, torch.float32) if _has_points(samples, state) else None
-        for state in states
-    ]
-    # NaN would be lost in the maximum of some backends.
-    values = [
-        torch.zeros((), device=device) if value is None else torch.where(value.isfinite(), value, math.inf)
-        for value in largest
-    ]
-    maxima = torch.cat([torch.tensor(widths, device=device, dtype=torch.float32), torch.stack(values)])
+    maxima = torch.zeros(2, len(states), device=device)
+    for index, state in enumerate(states):
+        if _has_points(samples, state):
+            points = samples[state].points
+            largest = points.abs().amax().to(maxima)
+            maxima[0, index] = points.shape[1]
+            maxima[1, index] = torch.where(largest.isfinite(), largest, math.inf)  # some backends ignore NaN
     if world_size(group) > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-    numbers = maxima.tolist()
-    return (
-        {state: int(width) for state, width in zip(states, numbers[: len(states)], strict=True)},
-        {
-            state: value if math.isfinite(value) else math.nan
-            for state, value in zip(states, numbers[len(states) :], strict=True)
-        },
-    )
+    widths, values = maxima.tolist()
+    return dict(zip(states, map(int, widths), strict=True)), dict(zip(states, values, strict=True))
 
 
 def _has_points(samples: Mapping[str, StateSample], state: str) -> bool:
@@ -125,40 +116,31 @@ def _measure_same_width(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> dict[str, dict[str, float]]:
-    """Measure states of the same width."""
     needs_scatter = not _COVARIANCE_MEASURES.isdisjoint(names)
     stacks = _stack_same_rows(samples, states, device)
-    # Zeros for the states that this process lacks.
-    packed = sum_points(torch.zeros(len(states), 0, width, device=device), needs_scatter)
+    # The sums are 0 for the states that this process lacks.
+    local_sums = sum_points(torch.zeros(len(states), 0, width, device=device), needs_scatter)
     for stack in stacks:
-        for all_sums, sums_of_stack in zip(packed, sum_points(stack.points, needs_scatter), strict=True):
-            all_sums[stack.indices] = sums_of_stack
-    sums = OriginSums(*_sum_over_processes(packed, group))
+        for sums_of_all, sums_of_stack in zip(local_sums, sum_points(stack.points, needs_scatter), strict=True):
+            sums_of_all[stack.indices] = sums_of_stack
+    sums = OriginSums(*_sum_over_processes(local_sums, group))
     moments = center(sums)
-    columns = {"points": sums.num_points[:, 0], **compute_values(sums, moments, names)}
+    num_points = sums.num_points[:, 0]
+    columns = {"points": num_points, **compute_values(sums, moments, names)}
     with_error = [name for name in SAMPLE_MEASURES_WITH_ERROR if name in names]
-    squares = sums.num_points.new_zeros(len(states), len(with_error))
-    num_groups = sums.num_points.new_zeros(len(states))
-    for stack in stacks:
-        _, numbers = stack.groups.unique(return_inverse=True)
-        num_groups[stack.indices] = numbers.max().to(num_groups) + 1
-        stack_sums, stack_moments = sums.select(stack.indices), moments.select(stack.indices)
-        influences = compute_influences(stack.points, stack_sums, stack_moments, with_error)
-        for column, influence in enumerate(influences.values()):
-            totals = torch.zeros(len(influence), int(numbers.max()) + 1, dtype=influence.dtype, device=device)
-            squares[stack.indices, column] = totals.index_add_(1, numbers, influence).square().sum(1)
-    squares, num_groups = _sum_over_processes((squares, num_groups), group)
+    local_errors = _sum_squared_influences(stacks, sums, moments, with_error)
+    squares, num_groups = _sum_over_processes(local_errors, group)
     columns["sequences"] = num_groups
-    factor = num_groups / torch.where(num_groups > 1, num_groups - 1, torch.nan) / sums.num_points[:, 0].square()
+    factor = num_groups / torch.where(num_groups > 1, num_groups - 1, torch.nan) / num_points.square()
     errors = (squares * factor[:, None]).sqrt().unbind(1)
     columns |= {f"{name}_error": error for name, error in zip(with_error, errors, strict=True)}
-    table = torch.stack(list(columns.values()), 1).tolist()  # the host waits once
+    table = torch.stack(list(columns.values()), 1).tolist()  # one transfer to the host
     rows = (dict(zip(columns, numbers, strict=True)) for numbers in table)
     return {state: row for state, row in zip(states, rows, strict=True) if row["points"] > 0}
 
 
 class _Stack(NamedTuple):
-    """Samples of states that have the same rows."""
+    """Samples of states whose points belong to the same groups, one after the other."""
 
     indices: list[int]  # of the states
     points: Tensor  # `(states, n, d)`, float32 or float64
@@ -199,14 +181,10 @@ class OriginSums(NamedTuple):
     norm_total: Tensor  # sum of |x|, `(S, 1)`
     square_total: Tensor  # sum of |x|^2, `(S, 1)`
     epsilon: Tensor  # number of points times the machine epsilon of their dtype, `(S, 1)`
-    # Sums of x x^T, `(S, d, d)`, of |x|^2 x, `(S, d)`, and of |x|^4, `(S, 1)`; `(S, 0, 0)` and so on if left out.
-    scatter: Tensor
-    third: Tensor
-    fourth: Tensor
-
-    def select(self, indices: Sequence[int]) -> "OriginSums":
-        """Return the sums of some states."""
-        return OriginSums(*(sums[indices] for sums in self))
+    # The following are empty, `(S, 0, 0)` and `(S, 0)`, if no measure needs them.
+    scatter: Tensor  # sum of x x^T, `(S, d, d)`
+    third: Tensor  # sum of |x|^2 x, `(S, d)`
+    fourth: Tensor  # sum of |x|^4, `(S, 1)`
 
 
 class CenteredMoments(NamedTuple):
@@ -216,10 +194,6 @@ class CenteredMoments(NamedTuple):
     trace: Tensor  # sum of |y|^2, `(S,)`; NaN if all points are equal up to rounding
     normalized: Tensor  # sum of y y^T, divided by its trace, `(S, d, d)`, or `(S, 0, 0)`
     fourth: Tensor  # sum of |y|^4, `(S,)`, or 0 without scatter
-
-    def select(self, indices: Sequence[int]) -> "CenteredMoments":
-        """Return the moments of some states."""
-        return CenteredMoments(*(moments[indices] for moments in self))
 
 
 def sum_points(points: Tensor, needs_scatter: bool) -> OriginSums:
@@ -297,7 +271,7 @@ def _participation_ratio(moments: CenteredMoments) -> Tensor:
 
 
 def _isoscore_unbiased(sums: OriginSums, moments: CenteredMoments) -> Tensor:
-    """Compute `istar.isoscore_unbiased`, see there."""
+    """Compute `istar.isoscore_unbiased`."""
     count = torch.where(sums.num_points[:, 0] < 4, torch.nan, sums.num_points[:, 0])
     norm = moments.normalized.square().sum((1, 2))
     fourth_term = count * (count - 1) * moments.fourth / moments.trace.square()
@@ -334,9 +308,9 @@ def _effective_rank(sums: OriginSums, moments: CenteredMoments) -> Tensor:
 def compute_influences(
     points: Tensor, sums: OriginSums, moments: CenteredMoments, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Compute how much each point moves each measure, `(S, n)` in float64 by name.
+    """Compute the influence of each point on each measure, `(S, n)` in float64 by name.
 
-    If a point got a small additional share s of the weight of all points, the measure would grow by s times the
+    If the weight of a point grew by a small share s of the weight of all points, the measure would grow by s times the
     influence. The mean of the influences is 0.
     """
     wide = sums.num_points.dtype
@@ -360,11 +334,29 @@ def compute_influences(
         influences["inter_sim"] = 2 * (cosines.to(wide) - mean_direction.square().sum(1, keepdim=True))
     influences["average_norm"] = norms.to(wide) - sums.norm_total / sums.num_points
     if "outlier_severity" in names:
-        # By the logarithm of |m|^2 / tr S.
+        # The derivative of log(|m|^2 / tr S) / 2, for the mean m and the covariance S, times the severity.
         along_mean = torch.bmm(y, mean[..., None])[..., 0].to(wide) / moments.mean.square().sum(1, keepdim=True)
         severity = _outlier_severity(sums, moments)[:, None]
         influences["outlier_severity"] = severity * (along_mean - (relative_squares - 1) / 2)
     return {name: influences[name] for name in names}
+
+
+def _sum_squared_influences(
+    stacks: Sequence[_Stack], sums: OriginSums, moments: CenteredMoments, names: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Return the sums over groups of the squared influences of each measure, `(S, names)`, and the groups, `(S,)`."""
+    num_groups = sums.num_points.new_zeros(len(sums.num_points))
+    squares = num_groups.new_zeros(len(num_groups), len(names))
+    for stack in stacks:
+        unique, numbers = stack.groups.unique(return_inverse=True)
+        num_groups[stack.indices] = len(unique)
+        stack_sums = OriginSums(*(values[stack.indices] for values in sums))
+        stack_moments = CenteredMoments(*(values[stack.indices] for values in moments))
+        influences = compute_influences(stack.points, stack_sums, stack_moments, names)
+        for column, influence in enumerate(influences.values()):
+            totals = influence.new_zeros(len(influence), len(unique)).index_add_(1, numbers, influence)
+            squares[stack.indices, column] = totals.square().sum(1)
+    return squares, num_groups
 
 
 def _sort_values(values: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:

@@ -11,9 +11,9 @@ from istar.measures.numerics import block_length, zero_vector
 from istar.sums.rows import Rows
 
 MAX_RECENT_POINTS = 2_048
-"""Number of points to sum in their dtype before their scatter matrix is added to the accumulated one."""
+"""Number of points of a group after which their scatter matrix, in their dtype, is added to the accumulated one."""
 MAX_PRODUCT_POINTS = 4_096
-"""Maximum number of points in one product for a scatter matrix, in their dtype."""
+"""Maximum number of points in one matrix product."""
 PANEL_WIDTH = 128
 """Number of columns of a panel of a scatter matrix on a CPU; see `UpperPanels`."""
 
@@ -31,7 +31,8 @@ class UpperPanels:
 
     def __init__(self, dim: int, device_type: str) -> None:
         width = PANEL_WIDTH if device_type == "cpu" else dim
-        self._dim, self._rows = dim, [slice(start, min(start + width, dim)) for start in range(0, dim, width)]
+        self._dim = dim
+        self._rows = [slice(start, min(start + width, dim)) for start in range(0, dim, width)]
         self._sizes = [(rows.stop - rows.start) * (dim - rows.start) for rows in self._rows]
         self.size = sum(self._sizes)
 
@@ -54,16 +55,17 @@ class UpperPanels:
 
 
 class GroupedMoments(Accumulator):
-    """Accumulates the `FourthMoments` of several groups of points; a batch may contain points of all groups.
+    """Accumulates the `FourthMoments` of one or more groups of points; a batch may contain points of all groups.
 
-    There is at least one group. All sums are about the same `origin`, `(d,)`, so that the sums of batches and groups
-    are simply added. It should be near the mean of the points, and is on their device. Sums over a batch are computed
-    in the dtype of its points, and accumulated in float64 (float32 on MPS). A scatter matrix is added to the
-    accumulated one only after `MAX_RECENT_POINTS` points, because adding it takes as long as multiplying many points.
+    All sums are about the same `origin`, `(d,)`, so that the sums of batches and groups can be added. The origin should
+    be near the mean of the points, and is on their device. Sums over a batch are computed in the dtype of its points,
+    and accumulated in float64 (float32 on MPS). A scatter matrix is added to the accumulated one only after
+    `MAX_RECENT_POINTS` points, because adding it takes as long as multiplying many points.
     """
 
     def __init__(self, num_groups: int, origin: Tensor) -> None:
-        dim, self._num_groups = len(origin), num_groups
+        dim = len(origin)
+        self._num_groups = num_groups
         origin = origin.to(zero_vector(dim, origin.device))
         self._panels = UpperPanels(dim, origin.device.type)
         self.origin = self.add_state("origin", origin, "equal")
@@ -81,10 +83,12 @@ class GroupedMoments(Accumulator):
 
     @torch.no_grad()
     def update(self, centered: Tensor, squared_norms: Tensor, rows: Rows) -> None:
-        """Add the points of a batch by their differences from the origin, `(n, d)`, float32 or float64.
+        """Add the points of a batch.
 
-        The differences and their squared norms, `(n,)`, are in the order of `rows`. These have the groups of this
-        accumulator, or this one has a single group.
+        Args:
+            centered: differences of the points from the origin, `(n, d)`, float32 or float64, in the order of `rows`.
+            squared_norms: squared norms of the differences, `(n,)`.
+            rows: groups of the points. An accumulator with one group adds them all to this group.
         """
         groups = rows.groups.groups % self._num_groups
         for sums, batch_sums in (
@@ -142,16 +146,12 @@ class GroupedMoments(Accumulator):
 
 
 class PointSums(NamedTuple):
-    """Result of `sum_over_points`, with y = x - o for points x and an origin o."""
+    """Result of `sum_over_points`, with y = x - o for points x of weight w and an origin o."""
 
-    centered: Tensor
-    """y of each point, `(n, d)`, in the dtype of the points."""
-    squared_distances: Tensor
-    """Squared norm of y of each point, `(n,)`, in the dtype of the points."""
-    powers: Tensor
-    """Sums of y, y^2, y^3 and y^4 in each dimension, `(4, d)`, in the dtype of the origin."""
-    weighted: Tensor
-    """Sums of w y, w^2 y and w^2 y^2 in each dimension, for the points' weights w, `(3, d)`, in the origin's dtype."""
+    centered: Tensor  # y of each point, `(n, d)`, in the dtype of the points
+    squared_distances: Tensor  # squared norm of each y, `(n,)`, in the dtype of the points
+    powers: Tensor  # sums of y, y^2, y^3 and y^4 in each dimension, `(4, d)`, in the dtype of the origin
+    weighted: Tensor  # sums of w y, w^2 y and w^2 y^2 in each dimension, `(3, d)`, in the dtype of the origin
 
 
 def sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> PointSums:
@@ -159,8 +159,10 @@ def sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> PointSum
 
     Points and weights, `(n,)`, are both float32 or both float64. The origin has the dtype of the accumulated sums.
     """
-    powers, weighted = origin.new_zeros(4, len(origin)), origin.new_zeros(3, len(origin))
-    centered, squared_distances = torch.empty_like(points), torch.empty_like(weights)
+    powers = origin.new_zeros(4, len(origin))
+    weighted = origin.new_zeros(3, len(origin))
+    centered = torch.empty_like(points)
+    squared_distances = torch.empty_like(weights)
     origin = origin.to(points.dtype)
     # All that is computed from a block stays in the cache.
     blocks = (column.split(block_length(points)) for column in (points, centered, squared_distances, weights))
@@ -168,9 +170,10 @@ def sum_over_points(points: Tensor, origin: Tensor, weights: Tensor) -> PointSum
         torch.sub(x, origin, out=y)
         y2 = y.square()
         torch.sum(y2, 1, out=squared_norms)
-        # A product with ones takes less time than a sum over the rows.
-        factors = torch.stack([torch.ones_like(w), w.square(), w])
-        ones, (y_sums, y2_sums) = factors[0], (factors @ y, factors[:2] @ y2)
-        powers += torch.stack([y_sums[0], y2_sums[0], ones @ (y2 * y), ones @ y2.square()])
-        weighted += torch.stack([y_sums[2], y_sums[1], y2_sums[1]])
+        ones = torch.ones_like(w)  # a product with ones takes less time than a sum over the rows
+        factors = torch.stack([ones, w.square(), w])
+        sum_y, sum_w2_y, sum_w_y = factors @ y
+        sum_y2, sum_w2_y2 = factors[:2] @ y2
+        powers += torch.stack([sum_y, sum_y2, ones @ (y2 * y), ones @ y2.square()])
+        weighted += torch.stack([sum_w_y, sum_w2_y, sum_w2_y2])
     return PointSums(centered, squared_distances, powers, weighted)

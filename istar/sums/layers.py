@@ -1,4 +1,4 @@
-"""Accumulators for all streaming measures of one layer, and standard errors from groups of documents."""
+"""Sums of one layer's hidden states, for its measures and their standard errors over groups of documents."""
 
 import math
 from collections.abc import Mapping
@@ -47,40 +47,42 @@ from istar.sums.grouped_moments import GroupedMoments, sum_over_points
 from istar.sums.rows import Rows
 
 MeasureSet = Literal["basic", "all"]
-"""Which measures to compute: `basic` leaves out the slowest, see `LayerSettings`."""
+"""Which measures to compute: all, or all but the slowest."""
 _FLOAT32_RANGE = (1e-5, 1e8)
 """Norms and deviations of dimensions in this range have fourth powers within float32's range and precision."""
 _NORM_EDGES = torch.logspace(-2, 4, 241, device="cpu").tolist()
 """Edges of the bins of the histogram of norms."""
-_MIN_FITTED_RANKS = 10
-"""Smallest number of ranks that the power law of alpha-ReQ is fitted to. Any line fits few ranks."""
+_FIRST_FITTED_RANK, _LAST_FITTED_RANK, _MIN_FITTED_RANKS = 11, 100, 10
+"""Ranks of the variances, from 1, that alpha-ReQ fits a power law to, and their smallest number: any line fits few."""
 
 
 @dataclass(frozen=True)
 class LayerSettings:
     """What a `Layer` accumulates."""
 
-    # Whether to add the kurtosis of tokens and massive activations, which take more time than the other measures.
-    measures: MeasureSet = "basic"
+    measures: MeasureSet = "basic"  # `all` adds the kurtosis of tokens and massive activations, the slowest measures
     num_groups: int = 0  # number of groups of documents for standard errors; 0 computes none
-    # Whether to keep the moments, d^2 numbers, of each group. Without them, measures of the covariance lack a standard
-    # error.
-    scatter_by_group: bool = True
+    scatter_by_group: bool = True  # whether measures of the covariance get standard errors: d^2 numbers by group
     has_positions: bool = True  # whether points have a position in their example, as tokens in a text
 
 
 class Layer(Accumulator):
-    """Accumulates the streaming measures of the hidden states of one layer.
+    """Accumulates what the measures of one layer's hidden states need.
 
     Batches may come in any order, and the accumulators of several processes merge exactly. Elementwise operations and
     the sums over a batch are float32, or float64 if the hidden states are float64 or leave the range where float32
-    keeps its digits. Sums of powers are about an origin near the mean, so that they lose no digits where a mean is
-    large. Sums are accumulated in float64 (float32 on MPS), except the sums of unit vectors by type, which are float32.
+    keeps its digits. Sums are accumulated in float64 (float32 on MPS), except the sums of unit vectors by type, which
+    are float32.
 
-    A `vocabulary_size` of 0 leaves out IntraSim and the measures by frequency; `types` is then None. The `origin`,
-    `(d,)`, is a point near the mean, on the device of the hidden states. Accumulators to merge need the same origin and
-    settings. `types` contains norms and directions by token type, and `positions` by `log2_bins` of the position, or
-    None where the settings leave it out.
+    Args:
+        vocabulary_size: number of token types. 0 leaves out IntraSim and the measures by frequency.
+        origin: a point near the mean, `(d,)`, on the device of the hidden states. Powers are summed about it, so that a
+            large mean costs no digits. Accumulators to merge need the same origin and settings.
+        settings: what is accumulated.
+
+    Attributes:
+        types: norms and directions by token type, or None.
+        positions: norms and directions by `log2_bins` of the position, or None.
     """
 
     def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
@@ -104,7 +106,7 @@ class Layer(Accumulator):
 
     @torch.no_grad()
     def update(self, points: Tensor, rows: Rows) -> None:
-        """Add points `(n, d)`, without padding, in the order of `Rows.order`; a type or position is -1 if unknown."""
+        """Add points `(n, d)`, without padding, in the order of `rows`. An unknown type or position is -1."""
         if not len(points):
             return
         if self._massive is not None:
@@ -112,21 +114,21 @@ class Layer(Accumulator):
             columns = (unknown if column is None else column for column in (rows.type_ids, rows.positions))
             self._massive.update(points, *columns)
         with full_precision(points.device):
-            is_added = self._add(points.to(torch.promote_types(points.dtype, torch.float32)), rows)
-            if not is_added:
+            if not self._add(points.to(torch.promote_types(points.dtype, torch.float32)), rows):
                 self._add(points.double(), rows)
 
     def _add(self, points: Tensor, rows: Rows) -> bool:
-        """Add points, float32 or float64, in the order of the rows of the batch, and return True.
+        """Add points, float32 or float64, in the order of `rows`, and return True.
 
-        If float32 has too small a range for the points, and the device has float64, add nothing and return False.
+        If the points need float64 and the device has it, add nothing and return False.
         """
         norms = row_norms(points)
         inverse_norms = inverse_or_zero(norms)
         sums = sum_over_points(points, self._origin, inverse_norms)
         can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
         if can_be_wider:
-            deviations, (low, high) = (sums.powers[1] / len(points)).sqrt(), _FLOAT32_RANGE
+            low, high = _FLOAT32_RANGE
+            deviations = (sums.powers[1] / len(points)).sqrt()
             nonzero_norms = torch.where(norms == 0, 1, norms)
             extremes = torch.stack([*nonzero_norms.aminmax(), *deviations.aminmax()]).tolist()
             smallest_norm, largest_norm, smallest_deviation, largest_deviation = extremes
@@ -159,10 +161,9 @@ class Layer(Accumulator):
         return True
 
     def _add_cosines(self, inverse_norms: Tensor, sums: Tensor) -> None:
-        """Add points to the cosines by sums over their differences y = x - o from the origin, with w = 1 / |x|.
+        """Add points x to the cosines, with y = x - o for the origin o, and w = 1 / |x|, or 0 for a zero point.
 
-        `inverse_norms`, `(n,)`, are w, or 0 for a zero point. `sums`, `(3, d)`, are of w y, of w^2 y and of w^2 y^2, in
-        the same dtype.
+        `inverse_norms` are the w, `(n,)`. `sums` are the sums of w y, w^2 y and w^2 y^2, `(3, d)`, in the same dtype.
         """
         weighted, squared_weighted, weighted_squares = sums
         squared_total = inverse_norms.square().sum()
@@ -180,10 +181,11 @@ class Layer(Accumulator):
     @property
     def dimensions(self) -> DimensionMoments:
         """Moments of each dimension, computed at each access, on the CPU; 0 where points are equal up to rounding."""
-        count, epsilon = (sums.cpu() for sums in (self._moments.counts.sum(), self._moments.epsilon))
-        dimensions = DimensionMoments.about_mean(self._origin.cpu(), count, self.power_sums.cpu())
+        origin, epsilon = self._origin.cpu(), self._moments.epsilon.cpu()
+        count = self._moments.counts.sum().cpu()
+        dimensions = DimensionMoments.about_mean(origin, count, self.power_sums.cpu())
         variances, mean = dimensions.m2 / count, dimensions.mean
-        squares = mean.square() + (mean - self._origin.cpu()).square() / epsilon
+        squares = mean.square() + (mean - origin).square() / epsilon  # the sums are rounded, too
         is_constant = is_rounding(variances, squares, epsilon) | is_rounding(variances.sum(), squares.sum(), epsilon)
         for sums in (dimensions.m2, dimensions.m3, dimensions.m4):
             sums.masked_fill_(is_constant, 0)
@@ -202,11 +204,10 @@ class Layer(Accumulator):
     def compute_measures(
         self, spectra: Mapping[str, Tensor] | None = None, replicates: Mapping[str, list[float]] | None = None
     ) -> dict[str, float]:
-        """Compute all measures by name, and the standard errors that some have as `<name>_error`; NaN if undefined.
+        """Compute all measures by name, and standard errors of some as `<name>_error`; NaN if undefined.
 
-        `isoscore` is IsoScore, without shrinkage. The kurtoses are the largest and the mean excess kurtosis of the
-        dimensions; the mean leaves out dimensions where all points are equal. `spectra` and `replicates` are results of
-        `compute_spectra` and `compute_replicates`; None computes them.
+        `isoscore` has no shrinkage. `mean_kurtosis` leaves out dimensions where all points are equal. `spectra` and
+        `replicates` are results of `compute_spectra` and `compute_replicates`; None computes them.
         """
         spectra = self.compute_spectra() if spectra is None else spectra
         moments, dimensions, dim = self.moments, self.dimensions, len(self._origin)
@@ -272,11 +273,11 @@ class Layer(Accumulator):
         return {} if self.types is None else _summarize_bins(self.types.regroup(log2_bins(self.types.count)))
 
     def compute_replicates(self) -> dict[str, list[float]]:
-        """Compute the jackknife replicates: each measure that has a standard error, without each group of documents.
+        """Compute the jackknife replicates: measures with a standard error, computed without each group of documents.
 
-        The result has a list for each measure, in the order of the groups that are left out, and under `tokens` the
-        numbers of tokens without each group. A list is empty if a group has 0 points, or if the measure is undefined
-        without one of the groups. Without groups, the result is empty.
+        The result has a list by measure, with a value for each group that is left out, and under `points` the numbers
+        of points without each group. A list is empty if a group has no points, or if the measure is undefined without
+        one of the groups. Without groups, the result is empty.
         """
         if self._groups is None:
             return {}
@@ -327,19 +328,18 @@ def _compute_covariance_measures(unbiased_score: float, centered_spectrum: Tenso
 
 
 def _fit_power_law(variances: Tensor) -> PowerLaw:
-    first, num_positive = 11, int((variances > 0).sum())
     # The last variance is left out: layer normalization makes it a rounding error.
-    last = min(100, len(variances) - 1, num_positive)
-    if last - first + 1 < _MIN_FITTED_RANKS:
+    last = min(_LAST_FITTED_RANK, len(variances) - 1, int((variances > 0).sum()))
+    if last - _FIRST_FITTED_RANK + 1 < _MIN_FITTED_RANKS:
         return PowerLaw(math.nan, math.nan, 0, 0)
-    return alpha_req(variances, first, last)
+    return alpha_req(variances, _FIRST_FITTED_RANK, last)
 
 
 def _summarize_bins(groups: GroupedPoints) -> dict[str, list[float]]:
     """Return a table, as lists by column, with a row for each bin of `log2_bins` that contains points.
 
-    The columns are the bin's smallest and largest value, `first` and `last`, the number of `tokens`, their average
-    `norm`, and `inter_sim`, NaN for a single token.
+    The columns are the bin's smallest and largest value, `first` and `last`, the number of `points`, their average
+    `norm`, and `inter_sim`, NaN for a single point.
     """
     bins = [(*log2_bin_range(index), summary) for index, summary in enumerate(groups.compute()) if summary.count]
     return {

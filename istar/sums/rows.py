@@ -1,4 +1,4 @@
-"""The rows of a batch of points, sorted and counted once for the accumulators of all states."""
+"""Groups, types and positions of a batch of points, sorted and counted once for all accumulators."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +12,10 @@ from istar.measures.point_groups import RowsByGroup
 
 @dataclass(frozen=True)
 class Rows:
-    """What is known about the rows of a batch, in the order in which accumulators get them: sorted by group.
+    """Groups, types, positions and examples of a batch of points, in the order in which accumulators get the points.
 
     Attributes:
-        order: index of the point at each row, `(n,)`, on the CPU.
+        order: index of the point at each row, `(n,)`, on the CPU. The rows are sorted by group.
         groups: rows of each group of examples. Points of different groups are independent of each other.
         group_slices: the rows of each group as a slice, by group.
         positions: position of each row's point in its example, from 0, `(n,)`, or None.

@@ -30,20 +30,19 @@ GRIDE_POINTS = 2_000
 
 
 class Sample(Accumulator):
-    """A random sample of token types, with the hidden states of one occurrence of each at every tap.
+    """A random sample of token types, with the points of one occurrence of each in every state, such as a layer.
 
     A walk over all tokens in random order takes the first occurrence of each type until it has `size` types. Each
     occurrence of a type is therefore equally likely to represent it, and frequent types are more likely to be in a
-    sample that is too small for all types. TwoNN needs this rule. In the first layers, the occurrences of a token are
-    nearly equal, so that the nearest neighbour of an occurrence would be another one of the same type, and the estimate
-    would describe how the contexts differ, not the cloud.
+    sample that is too small for all types. TwoNN needs one point of each type: in the first layers, the occurrences of
+    a token are nearly equal, and would be each other's nearest neighbours.
 
-    For the walk, a random number is drawn for each token, and the tokens are ranked by these numbers. The numbers
-    depend only on the seed, the token's block, and its place in the block. The sample is therefore the same however
-    blocks are batched and shared among processes, and samples merge exactly.
+    For the walk, each token gets a random number, which depends only on the seed, the token's block, and its place in
+    the block. The sample is therefore the same however blocks are batched and shared among processes, and samples merge
+    exactly.
 
-    The states are kept on the CPU, and measured on the device that `devices` has for their tap. A `size` of 0 keeps no
-    types. Measures other than those of neighbours use at most the first `max_points` types. `random_numbers` of the
+    The points are kept on the CPU, and measured on the device that `devices` has for their state. A `size` of 0 keeps
+    none. Measures other than those of neighbours use at most the first `max_points` types. `random_numbers` of the
     sampled tokens are in ascending order, `(n,)`, and their `types`, `(n,)`, are all different.
     """
 
@@ -55,23 +54,23 @@ class Sample(Accumulator):
             "random_numbers", torch.empty(0, dtype=torch.float64, device="cpu"), "custom"
         )
         self.types = self.add_state("types", torch.empty(0, dtype=torch.int64, device="cpu"), "custom")
-        # Hidden states `(size, d)` by tap, in any order, and each sampled token's row in them. A token that joins the
-        # sample can take the row of one that leaves it.
-        self.states = self.add_state("states", {tap: torch.empty(0, device="cpu") for tap in devices}, "custom")
+        # Points `(size, d)` by state, in any order, and each sampled token's row in them. A token that joins the sample
+        # can take the row of one that leaves it.
+        self.states = self.add_state("states", {state: torch.empty(0, device="cpu") for state in devices}, "custom")
         self.rows = self.add_state("rows", torch.empty(0, dtype=torch.int64, device="cpu"), "custom")
 
-    def get_points(self, tap: str) -> Tensor:
-        """Return the hidden states of the sampled tokens at a tap, `(n, d)`, by ascending random number."""
-        return self.states[tap][self.rows].to(self._devices[tap])
+    def get_points(self, state: str) -> Tensor:
+        """Return the sampled points of a state, `(n, d)`, by ascending random number."""
+        return self.states[state][self.rows].to(self._devices[state])
 
-    def is_constant(self, tap: str) -> bool:
-        """Return whether the points at a tap are equal up to rounding in their dtype."""
-        points = self.get_points(tap)
+    def is_constant(self, state: str) -> bool:
+        """Return whether the points of a state are equal up to rounding in their dtype."""
+        points = self.get_points(state)
         variances, means = torch.var_mean(points.to(accumulation_dtype(points.device)), 0, correction=0)
         return bool(is_rounding(variances.sum(), means.square().sum(), torch.finfo(points.dtype).eps))
 
-    def _get_first_points(self, tap: str) -> Tensor:
-        return self.get_points(tap)[: self._max_points]
+    def _get_first_points(self, state: str) -> Tensor:
+        return self.get_points(state)[: self._max_points]
 
     def update(
         self,
@@ -85,17 +84,20 @@ class Sample(Accumulator):
 
         A block's unique key, at least 0 and below 2^64, determines its random numbers. `lengths` are the blocks'
         numbers of tokens, and `tokens` the types of all tokens, `(n,)`, on the CPU; None if all are of different types.
-        `states` are hidden states `(n, d)` by tap, on any device, and `rows` each token's row in them, `(n,)`, on the
-        CPU; None if the order is the same.
+        `states` are points `(n, d)` by state, on any device, and `rows` each token's row in them, `(n,)`, on the CPU;
+        None if the order is the same.
         """
         if not self.size:
             return
         # torch's generator uses 32 bits of its seed, too few for the seed and the key of a block.
         bit_generator = np.random.Philox(key=[self.seed, 0])
-        generator, state, draws = np.random.Generator(bit_generator), bit_generator.state, []
+        generator = np.random.Generator(bit_generator)
+        first_state = bit_generator.state
+        draws = []
         for key, length in zip(block_keys, lengths, strict=True):
-            # A new generator for each block would take several times as long as its first state with another key.
-            state["state"]["key"][1], bit_generator.state = key, state
+            # This takes less time than a new generator for each block.
+            first_state["state"]["key"][1] = key
+            bit_generator.state = first_state
             draws.append(generator.random(length))
         random_numbers = torch.from_numpy(np.concatenate(draws))
         if tokens is None:
@@ -110,20 +112,20 @@ class Sample(Accumulator):
         """Add the tokens of another sample."""
         self._add(other.random_numbers, other.types, other.states, other.rows)
 
-    def estimate_two_nn(self, tap: str) -> Dimension:
-        """Estimate the intrinsic dimension at a tap and its standard error; NaN if too few points are distinct."""
+    def estimate_two_nn(self, state: str) -> Dimension:
+        """Estimate the intrinsic dimension of a state and its standard error; NaN if too few points are distinct."""
         try:
-            return two_nn_with_error(self._get_first_points(tap), seed=self.seed)
+            return two_nn_with_error(self._get_first_points(state), seed=self.seed)
         except UserError:
             return Dimension(math.nan, math.nan)
 
-    def compute_cosines(self, tap: str) -> dict[str, float]:
-        """Compute InterSim of the sample at a tap: raw, without the dimensions that contribute most, and z-scored.
+    def compute_cosines(self, state: str) -> dict[str, float]:
+        """Compute InterSim of the sample of a state: raw, without the dimensions that contribute most, and z-scored.
 
         The contributions of the dimensions and the moments for z-scoring are computed from the sample. Undefined values
         are NaN.
         """
-        points = self._get_first_points(tap)
+        points = self._get_first_points(state)
         function_by_name: dict[str, Callable[[], Tensor]] = {
             "sample_inter_sim": lambda: average_cosine(points),
             "sample_inter_sim_without_top_1": lambda: _compute_cosine_without_top(points, 1),
@@ -132,43 +134,46 @@ class Sample(Accumulator):
         }
         return {name: float_or_nan(function) for name, function in function_by_name.items()}
 
-    def compute_neighbour_measures(self, tap: str) -> dict[str, float]:
-        """Compute the measures of hubs, duplicates and contrast at a tap, and the uniformity; NaN if undefined."""
+    def compute_neighbour_measures(self, state: str) -> dict[str, float]:
+        """Compute the measures of hubs, duplicates and contrast of a state, and the uniformity; NaN if undefined."""
         try:
-            neighbours = neighbour_measures(self.get_points(tap))
+            neighbours = neighbour_measures(self.get_points(state))
         except UserError:
             neighbours = NeighbourMeasures(*4 * [math.nan])
-        first_points = self._get_first_points(tap)
+        first_points = self._get_first_points(state)
         return {**neighbours._asdict(), "uniformity": float_or_nan(lambda: uniformity(first_points))}
 
-    def estimate_gride(self, tap: str) -> list[ScaleDimension]:
-        """Estimate the intrinsic dimension at a tap by scale with Gride; empty if too few points are distinct.
+    def estimate_gride(self, state: str) -> list[ScaleDimension]:
+        """Estimate the intrinsic dimension of a state by scale with Gride; empty if too few points are distinct.
 
         At most `GRIDE_POINTS` points are used: the first ones, a random choice, as the sample is in random order.
         """
         try:
-            return gride_scales(self.get_points(tap)[:GRIDE_POINTS])
+            return gride_scales(self.get_points(state)[:GRIDE_POINTS])
         except UserError:
             return []
 
     def _add(self, random_numbers: Tensor, types: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> None:
-        """Add tokens by their random numbers, types and rows in the states, and copy the states of those it keeps."""
+        """Add tokens by their random numbers, types and rows in the states, and copy the points that are kept."""
         if not len(types):
             return
-        num_previous, no_rows = len(self.types), torch.full_like(types, -1)
-        random_numbers, types = torch.cat([self.random_numbers, random_numbers]), torch.cat([self.types, types])
+        num_previous = len(self.types)
+        unknown_rows = torch.full_like(types, -1)
+        random_numbers = torch.cat([self.random_numbers, random_numbers])
+        types = torch.cat([self.types, types])
         kept_indices = _find_first_of_each_type(random_numbers, types, self.size)
-        self.random_numbers, self.types = random_numbers[kept_indices], types[kept_indices]
-        self.rows = torch.cat([self.rows, no_rows])[kept_indices]
+        self.random_numbers = random_numbers[kept_indices]
+        self.types = types[kept_indices]
+        self.rows = torch.cat([self.rows, unknown_rows])[kept_indices]
         is_new = self.rows < 0
         is_free = torch.ones(self.size, dtype=torch.bool, device="cpu").index_fill_(0, self.rows[~is_new], False)
-        new_rows = is_free.nonzero().squeeze(1)[: int(is_new.sum())]
-        self.rows[is_new] = new_rows
+        free_rows = is_free.nonzero().squeeze(1)[: int(is_new.sum())]
+        self.rows[is_new] = free_rows
         state_rows = rows[kept_indices[is_new] - num_previous]
-        for tap, tap_states in states.items():
-            if not len(self.states[tap]):
-                self.states[tap] = tap_states.new_empty(self.size, tap_states.shape[1], device="cpu")
-            self.states[tap][new_rows] = tap_states[state_rows.to(tap_states.device)].cpu()
+        for state, points in states.items():
+            if not len(self.states[state]):
+                self.states[state] = points.new_empty(self.size, points.shape[1], device="cpu")
+            self.states[state][free_rows] = points[state_rows.to(points.device)].cpu()
 
 
 def _find_first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -> Tensor:

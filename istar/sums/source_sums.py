@@ -1,4 +1,4 @@
-"""What a pass over a source accumulates for all states, and its settings."""
+"""Sums over all points of a source, such as a text, for all measures of all states, and their settings."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ from istar.sums.rows import Rows
 from istar.sums.sample import Sample
 
 UPDATE_POINTS = 8_192
-"""Maximum number of points to add to the sums at once, unless a batch has more. Adding many at once takes less time per
-point, but a model on a CPU is faster with small batches."""
+"""Maximum number of points to add to the sums at once, unless a batch has more. A model on a CPU is fastest with small
+batches, and the sums with many points, so several batches are added at once."""
 UPDATE_BYTES = 2**28
 """Maximum bytes, in float32, of all states of the points that are added at once, unless a batch has more."""
 MAX_GROUP_BYTES = 2**30
@@ -31,14 +31,10 @@ class SumSettings:
     """Settings of the sums over any source."""
 
     measures: MeasureSet = "basic"  # `all` adds the measures that take the most time
-    # Number of groups of examples for standard errors; 0 computes none. Example i, counted from 0, is in group
-    # i mod `groups`.
-    groups: int = 10
+    groups: int = 10  # number of groups of examples for standard errors; example i is in group i mod `groups`
     sample: int = 5_000  # maximum number of points for measures of pairs; 0 leaves these measures out
     seed: int = 0  # seed of the sample
-    # Most tokens of a text, rows of a cloud or of a state that are read, or few more, as batches are read whole. None
-    # reads all.
-    limit: int | None = None
+    limit: int | None = None  # tokens of a text, or rows of a cloud, after which reading ends with the batch; None: all
 
     def make_layer_settings(self, dims: Iterable[int], has_positions: bool = True) -> LayerSettings:
         """Return the settings of the accumulators of states of the given widths."""
@@ -51,7 +47,7 @@ class SumSettings:
         )
 
     def describe_missing_errors(self, dims: Iterable[int]) -> str | None:
-        """Return which measures of states of these widths get no standard errors, and why; None if all get them."""
+        """Return why some measures of states of these widths get no standard errors, or None if all get them."""
         if self.make_layer_settings(dims).scatter_by_group:
             return None
         names = ", ".join(name for name, needs in MEASURES_WITH_ERROR.items() if needs == "covariance")
@@ -62,10 +58,10 @@ class SumSettings:
 
 
 class ExampleSums(Accumulator):
-    """Accumulates the sum of the points of each of the examples 0 to `num_examples` - 1 at a state.
+    """Accumulates the mean of one state over the points of each example, from 0 to `num_examples` - 1.
 
-    The layers of two models are compared by the mean states of examples. Sums are about the `origin`, `(d,)`, in its
-    dtype, so that the mean of equal points is equal to them up to rounding.
+    Layers of two models are compared by these means. The sums are about the `origin`, `(d,)`, so that the mean of equal
+    points is equal to them up to rounding.
     """
 
     def __init__(self, num_examples: int, origin: Tensor) -> None:
@@ -74,7 +70,7 @@ class ExampleSums(Accumulator):
         self.totals = self.add_state("totals", origin.new_zeros(num_examples, len(origin), dtype=torch.float32), "sum")
 
     def update(self, points: Tensor, rows: RowsByGroup) -> None:
-        """Add points `(n, d)`; the groups of `rows` are the examples, and those beyond the last one are left out."""
+        """Add points `(n, d)`. The groups of `rows` are the examples; examples after the last one are ignored."""
         is_kept = rows.groups < len(self.counts)
         if not is_kept.any():
             return
@@ -93,18 +89,19 @@ class ExampleSums(Accumulator):
 
 
 class SourceSums(Accumulator):
-    """Accumulates all measures of all states over a source.
+    """Accumulates all measures of all states over a source, and a sample of the points for measures of pairs.
 
-    A sample of the points is kept for measures of pairs. If points have types, it has one occurrence of each type.
+    If the points have types, such as tokens, the sample contains at most one point of each type.
 
     Args:
         settings: which measures, groups and sample.
         origins: for each state by name, a point near its mean, `(d,)`, on the device of the state.
         num_types: number of types of points, such as the size of a vocabulary; 0 leaves out IntraSim.
         has_positions: whether points have a position in their example.
-        sample_size: maximum number of points in the sample; those beyond `settings.sample` are for neighbours alone.
+        sample_size: maximum number of points in the sample. Only measures of neighbours use more than
+            `settings.sample` points.
         num_examples: number of examples, from the first one on, whose mean states are kept.
-        have_same_rows: whether all states have the same rows in each batch, so that one sample has the rows of all.
+        have_same_rows: whether all states have the same rows in each batch, and therefore share one sample.
     """
 
     def __init__(
@@ -166,26 +163,26 @@ class SourceSums(Accumulator):
         `spectra` and `replicates` are results of `Layer.compute_spectra` and `Layer.compute_replicates` by state; None
         computes them.
         """
-        measures_by_tap = {
-            tap: layer.compute_measures(spectra[tap] if spectra else None, replicates[tap] if replicates else None)
-            for tap, layer in self.layers.items()
+        measures_by_state = {
+            state: layer.compute_measures((spectra or {}).get(state), (replicates or {}).get(state))
+            for state, layer in self.layers.items()
         }
-        for tap, measures in measures_by_tap.items():
-            sample = self.get_sample(tap)
+        for state, measures in measures_by_state.items():
+            sample = self.get_sample(state)
             if sample.size:
-                measures["two_nn"], measures["two_nn_error"] = sample.estimate_two_nn(tap)
+                measures["two_nn"], measures["two_nn_error"] = sample.estimate_two_nn(state)
                 if self._has_all_measures:
-                    measures |= sample.compute_cosines(tap) | sample.compute_neighbour_measures(tap)
-                if self.layers[tap].is_constant:  # distances and z-scores are rounding errors
+                    measures |= sample.compute_cosines(state) | sample.compute_neighbour_measures(state)
+                if self.layers[state].is_constant:  # distances and z-scores are rounding errors
                     names = {"two_nn", "two_nn_error", "sample_inter_sim_standardized", "uniformity"}
                     names.update(NeighbourMeasures._fields)
                     measures |= dict.fromkeys(measures.keys() & names, math.nan)
-        return measures_by_tap
+        return measures_by_state
 
     def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
         """Estimate the intrinsic dimension by state and scale; empty without a sample, or with the basic measures."""
         return {
-            tap: [] if layer.is_constant else self.get_sample(tap).estimate_gride(tap)
-            for tap, layer in self.layers.items()
-            if self._has_all_measures and self.get_sample(tap).size
+            state: [] if layer.is_constant else self.get_sample(state).estimate_gride(state)
+            for state, layer in self.layers.items()
+            if self._has_all_measures and self.get_sample(state).size
         }

@@ -55,7 +55,7 @@ def test_memory_is_bounded():
     sampler = PointSampler(5, (0,))
     for number in range(50):
         sampler.add("state", make_state(number=number), PassArguments(number, None, None))
-        assert sum(map(len, sampler._points["state"])) <= 3 * 5
+        assert sum(len(points) for points, _, _ in sampler._parts["state"]) <= 3 * 5
 
 
 def test_the_choice_depends_on_the_seed_alone():

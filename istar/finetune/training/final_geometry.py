@@ -1,10 +1,10 @@
 """Geometry of a run's final model on the validation data: mean activation, intrinsic dimension and IsoScore*."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning as L
 import torch
@@ -14,9 +14,8 @@ from transformers import PretrainedConfig
 from istar.errors import NonFiniteError, UserError
 from istar.finetune.tasks.features import TokenizedRows
 from istar.finetune.training.data import Collate, build_evaluation_loader, select_rows_with_tokens, sort_longest_first
-from istar.finetune.training.module import FineTuner, token_mask
+from istar.finetune.training.module import FineTuner, on_training_device, token_mask
 from istar.hidden_states.model_modes import eval_mode
-from istar.hidden_states.sharding import is_sharded_module
 from istar.hidden_states.shrinkage import NUM_POINTS, to_covariance
 from istar.measures import FourthMoments, Moments, isoscore_star, two_nn
 from istar.measures.numerics import mean_row
@@ -25,7 +24,6 @@ from istar.sums.rows import Rows
 from istar.sums.sample import Sample
 from istar.sums.source_sums import SourceSums, SumSettings
 
-T = TypeVar("T")
 MAX_TWO_NN_EXAMPLES = 1_000
 """Maximum number of texts for TwoNN, which compares each with all others."""
 
@@ -34,7 +32,8 @@ MAX_TWO_NN_EXAMPLES = 1_000
 class EvaluationPasses:
     """Runs a trainer's model over tokenized rows in eval mode and without gradients.
 
-    The passes run on the trainer's device and in its precision, on this process alone unless the model is sharded.
+    The passes use the trainer's device and precision. They run on this process alone; if the model is sharded, all
+    processes read the same rows together.
     """
 
     trainer: L.Trainer
@@ -43,29 +42,19 @@ class EvaluationPasses:
     batch_size: int
 
     def iterate(self, rows: TokenizedRows, order: Sequence[int]) -> Iterator[tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Yield row indices, hidden states by layer (see `FineTuner`) and token mask of batches of rows in an order.
+        """Yield the row indices, the hidden states by layer and the token mask of each batch of rows.
 
-        Between two batches and at the end, all parts of the module have their previous mode and device.
+        The layers are named as in `FineTuner`. The module is in its previous mode between two batches, and on its
+        previous device after the last one.
         """
-        module, previous_device = self.module, self.module.device
-        is_sharded = is_sharded_module(module.model)  # then all processes read the same rows together
+        module = self.module
         batches = build_evaluation_loader(rows, self.collate, self.batch_size, order)
-        if not is_sharded:
-            module.to(self.trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
-        try:
+        with on_training_device(self.trainer, module):
             for row_indices, batch in zip(torch.tensor(order).split(self.batch_size), batches, strict=True):
                 batch = module.transfer_batch_to_device(batch, module.device, 0)
                 with eval_mode(module), torch.no_grad(), self.trainer.precision_plugin.val_step_context():
                     states_by_layer = module.hidden_states(batch)
                 yield row_indices, states_by_layer, token_mask(batch)
-        finally:
-            if not is_sharded:
-                module.to(previous_device)
-
-
-def list_layers(by_layer: Mapping[str, T]) -> list[T]:
-    """Return the values of layers 0 (the embeddings) to L, without the state after the final norm."""
-    return [value for layer, value in by_layer.items() if layer.isdigit()]
 
 
 def measure_validation_geometry(
@@ -73,21 +62,21 @@ def measure_validation_geometry(
 ) -> dict[str, Any]:
     r"""Measure mean activation, intrinsic dimension and IsoScore\* of the hidden states of a validation set.
 
-    This takes one pass over the validation rows, and with `zeta` another one over a sample of training rows. The sample
-    has `NUM_POINTS` points or few more, counted over layers 1 to L together, or all if there are fewer. The model and
-    the global random state do not change.
+    This takes one pass over the validation rows, and with `zeta` another one over a sample of training rows: as many
+    as have `NUM_POINTS` points in layers 1 to L together, or all. The model and the global random state do not change.
 
     Args:
         zeta: weight of Sigma_S in [0, 1]; None leaves out IsoScore\*.
         seed: seed of the sample of texts for TwoNN, and of the sample of training rows.
 
     Returns:
-        A dictionary with the numbers of `examples` and of `tokens` without padding; `mean_activation`, the mean of the
-        last layer's states over the tokens, d numbers; `two_nn`, the TwoNN intrinsic dimension of each layer, starting
-        with the embedding output, on the sample of `sum_states` with at most `MAX_TWO_NN_EXAMPLES` texts, or None if it
-        has too few texts or all their states are equal; and with `zeta`, `isoscore_star`, the result of
-        `compute_isoscore_star`. In the first layers of a decoder, the states of texts that end in the same token are
-        nearly equal, and the dimension describes how such copies differ.
+        A dictionary with
+        - `examples` and `tokens`: their numbers, without padding.
+        - `mean_activation`: the mean of the last layer's states over the tokens, d numbers.
+        - `two_nn`: the TwoNN intrinsic dimension of each layer, starting with the embedding output, of at most
+          `MAX_TWO_NN_EXAMPLES` texts (see `sum_states`); None if the texts are too few, or their states equal. In the
+          first layers of a decoder, it describes how the nearly equal states of texts with the same last token differ.
+        - `isoscore_star`, with `zeta`: the result of `compute_isoscore_star`.
 
     Raises a `NonFiniteError` if hidden states are not finite.
     """
@@ -113,11 +102,11 @@ def measure_validation_geometry(
 def sum_states(
     passes: EvaluationPasses, rows: TokenizedRows, order: Sequence[int], num_texts: int = 0, seed: int = 0
 ) -> tuple[list[FourthMoments], Sample]:
-    """Sum the hidden states of rows in an order, and sample the texts of the rows.
+    """Compute the moments of the hidden states of rows, and sample the texts of the rows.
 
     Returns:
-        The moments of the states of all tokens by layer, starting with the embedding output; and a sample of at most
-        `num_texts` distinct texts. A text has one state by layer: that of the first token ([CLS]) of an encoder, or of
+        The moments over all tokens by layer, starting with the embedding output; and a sample of at most `num_texts`
+        distinct texts. A text has one point in each layer: the state of the first token ([CLS]) of an encoder, or of
         the last token of a decoder, which alone has seen the whole text. Equal texts are one point, because their
         states in different batches differ by rounding only.
     """
@@ -152,13 +141,14 @@ def compute_isoscore_star(layers: Sequence[Moments], training_layers: Sequence[M
     Returns:
         A dictionary with `zeta`; `num_points`, the number of points in Sigma_S of the union; `union`, the score of
         layers 1 to L together; and `layers`, the score of each layer by its number as a string (0 is the embedding
-        output). Scores are in [0, 1]; None for states that are all equal.
+        output). Scores are in [0, 1], or None if all states are equal.
     """
 
     def compute_score(moments: Moments, shrinkage_moments: Moments) -> float | None:
         return call_or_none(lambda: isoscore_star(moments, to_covariance(shrinkage_moments), zeta))
 
-    union, training_union = unite_layers(layers), unite_layers(training_layers)
+    union = unite_layers(layers)
+    training_union = unite_layers(training_layers)
     return {
         "zeta": zeta,
         "num_points": int(training_union.count),
@@ -168,7 +158,7 @@ def compute_isoscore_star(layers: Sequence[Moments], training_layers: Sequence[M
 
 
 def unite_layers(layers: Sequence[Moments]) -> Moments:
-    """Return the moments of the union of layers 1 to L; `layers` starts with the embedding output, which is left out.
+    """Return the moments of layers 1 to L together. `layers` starts with layer 0, which is left out.
 
     Raises a `UserError` if the layers have different widths.
     """

@@ -342,6 +342,22 @@ def log_immediately(trainer: L.Trainer, metrics: Mapping[str, Any], step: int | 
 
 
 @contextmanager
+def on_training_device(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
+    """Within the `with` block, keep a module on the trainer's device, unless it is sharded.
+
+    Lightning moves the module to the CPU after training.
+    """
+    previous_device, is_sharded = module.device, is_sharded_module(module.model)
+    if not is_sharded:
+        module.to(trainer.strategy.root_device)
+    try:
+        yield
+    finally:
+        if not is_sharded:
+            module.to(previous_device)
+
+
+@contextmanager
 def naming_step(context: str, trainer: L.Trainer) -> Iterator[None]:
     """Within the `with` block, say in a `NonFiniteError` what was measured, and after which step."""
     try:

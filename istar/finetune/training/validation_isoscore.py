@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning as L
 
-from istar.finetune.training.final_geometry import call_or_none, list_layers, unite_layers
+from istar.finetune.training.final_geometry import call_or_none, unite_layers
 from istar.finetune.training.module import naming_step
 from istar.measures import Moments, isoscore
 from istar.runs.names import FINAL_NORM, isotropy_key
@@ -14,11 +14,11 @@ from istar.runs.names import FINAL_NORM, isotropy_key
 class ValidationIsoScore(L.Callback):
     r"""Measure the isotropy of every layer over the tokens of the first validation set, of all processes.
 
-    Layer 0 is the embedding output, and layer l the output of layer l before the final norm, as in `istar measure`. The
-    module's `validation_step` must return `hidden_states` and `attention_mask`, as `FineTuner` does.
+    IsoScore of each layer, of layers 1 to L together, and after a final norm is logged. Layer 0 is the embedding
+    output, and layer l the output of layer l before the final norm, as in `istar measure`. Unlike IsoScore\*, IsoScore
+    uses no shrinkage: a whole validation set has enough points, and models trained without I-STAR have no Sigma_S.
 
-    IsoScore of each layer, of layers 1 to L together, and after a final norm is measured and logged. Unlike IsoScore\*,
-    it uses no shrinkage: a whole validation set has enough points, and models trained without I-STAR have no Sigma_S.
+    The module's `validation_step` must return `hidden_states` and `attention_mask`, as `FineTuner` does.
 
     Attributes:
         scores: latest IsoScores by layer: `0`, `1` to `L`, and `union`, layers 1 to L together.
@@ -55,7 +55,8 @@ class ValidationIsoScore(L.Callback):
         self.num_points = int(moments["0"].count)
         with naming_step("validation", trainer):
             scores = {layer: _score_or_nan(layer_moments) for layer, layer_moments in moments.items()}
-            scores["union"] = _score_or_nan(unite_layers(list_layers(moments)))
+            layers = [layer_moments for layer, layer_moments in moments.items() if layer.isdigit()]
+            scores["union"] = _score_or_nan(unite_layers(layers))
         self.scores = {layer: score for layer, score in scores.items() if layer != FINAL_NORM}
         pl_module.log_dict({isotropy_key(layer): score for layer, score in scores.items()}, sync_dist=True)
 
@@ -67,6 +68,6 @@ class ValidationIsoScore(L.Callback):
 
 
 def _score_or_nan(moments: Moments) -> float:
-    """Return IsoScore, or NaN for points without variance, as of a layer that has collapsed."""
+    """Return IsoScore, or NaN if all points are equal because a layer has collapsed."""
     score = call_or_none(lambda: isoscore(moments))
     return math.nan if score is None else score

@@ -15,8 +15,13 @@ from istar.files.writing import atomic_write
 from istar.finetune.config import MonitorConfig
 from istar.finetune.config.fields import format_settings
 from istar.finetune.training.data import FineTuningData, build_evaluation_loader
-from istar.finetune.training.module import Batch, FineTuner, inputs_without_labels, log_immediately
-from istar.hidden_states.sharding import is_sharded_module
+from istar.finetune.training.module import (
+    Batch,
+    FineTuner,
+    inputs_without_labels,
+    log_immediately,
+    on_training_device,
+)
 from istar.monitoring.alarms import DEFAULT_ALARMS, Alarm, Collapse
 from istar.monitoring.monitor import DEFAULT_MEASURES, Monitor, Reading
 from istar.monitoring.readings_output import draw_trajectory
@@ -31,12 +36,11 @@ log = logging.getLogger(__name__)
 class WatchTraining(L.Callback):
     """Log a monitor's readings of the training and of a probe, and end the training after a collapse.
 
-    The training's own passes are read every `config.every` steps. The probe is a fixed sample of the first validation
+    The passes of the training are read every `config.every` steps. The probe is a fixed sample of the first validation
     set. It is measured in eval mode before training, after every `config.every` steps and at the end. All processes
-    measure together. The trained weights do not change by a single bit.
+    measure together. The trained weights are bit-equal to those of a training that is not watched.
 
-    The callback must precede the one that writes checkpoints, so that the checkpoint of a step contains the readings up
-    to this step.
+    The callback must precede the one that writes checkpoints: a checkpoint then contains the readings up to its step.
 
     Attributes:
         monitor: the monitor, from the setup of the first loop on. It is closed after the training.
@@ -64,8 +68,13 @@ class WatchTraining(L.Callback):
                 f"{trainer.world_size} processes; give more, or null for no probe"
             )
         if not hasattr(self, "monitor"):
-            options: Any = {"points": self.config.points, "measures": self.measures, "alarms": make_alarms(self.config)}
-            self.monitor = Monitor(pl_module.model, self.config.every, **options)
+            self.monitor = Monitor(
+                pl_module.model,
+                self.config.every,
+                points=self.config.points,
+                measures=self.measures,
+                alarms=make_alarms(self.config),
+            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == 0:
@@ -103,7 +112,7 @@ class WatchTraining(L.Callback):
         self.monitor.load_state_dict(state_dict["monitor"])
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Raise a `UserError` if the interrupted training has other readings, or none."""
+        """Raise a `UserError` if the interrupted training was watched with other settings, or not at all."""
         state = checkpoint["callbacks"].get(self.state_key, {"settings": {"monitor.every": None}})
         if state["settings"] != self.config.reading_settings:
             raise UserError(
@@ -112,7 +121,7 @@ class WatchTraining(L.Callback):
             )
 
     def save(self, table: Path, picture: Path) -> None:
-        """Write all readings to a CSV file, and draw those of the probe over the steps; without it, of the training."""
+        """Write all readings to a CSV file, and draw those of the probe or, without a probe, of the training."""
         if not self.monitor.readings:
             return
         self.monitor.save(table)
@@ -126,19 +135,12 @@ class WatchTraining(L.Callback):
         assert isinstance(pl_module, FineTuner)
         if not self.sample:
             return
-        previous_device, is_sharded = pl_module.device, is_sharded_module(pl_module.model)
-        if not is_sharded:
-            pl_module.to(trainer.strategy.root_device)  # Lightning moves the module to the CPU after training.
-        try:
-            with trainer.precision_plugin.val_step_context():
-                reading = self.monitor.measure(self._iterate_probe(trainer))
-        finally:
-            if not is_sharded:
-                pl_module.to(previous_device)
+        with on_training_device(trainer, pl_module), trainer.precision_plugin.val_step_context():
+            reading = self.monitor.measure(self._iterate_probe(trainer))
         _log_reading(trainer, reading, epoch)
 
     def _iterate_probe(self, trainer: L.Trainer) -> Iterator[Batch]:
-        """Yield this process's share of the probe. All processes have as many batches; see `FineTuningData`."""
+        """Yield this process's batches of the probe. All processes have equally many; see `FineTuningData`."""
         rows, batch_size = self.data.validation[0], self.data.config.eval_batch_size
         order = self.sample[trainer.global_rank :: trainer.world_size]
         num_batches = math.ceil(math.ceil(len(self.sample) / trainer.world_size) / batch_size)
@@ -147,16 +149,12 @@ class WatchTraining(L.Callback):
 
 
 def make_alarms(config: MonitorConfig) -> list[Alarm]:
-    """Return the alarms of a monitor: those that every `istar.Monitor` has, and that of `stop_at_inter_sim`."""
+    """Return the default alarms of `istar.Monitor` with the configured action, and one for `stop_at_inter_sim`."""
     alarms = []
     if config.action is not None:
         action: Any = "stop" if config.action == "stop" else log.warning
-        measures = config.measures or DEFAULT_MEASURES
-        alarms = [
-            replace(alarm, readings=config.readings, action=action)
-            for alarm in DEFAULT_ALARMS
-            if alarm.measure in measures
-        ]
+        default = [alarm for alarm in DEFAULT_ALARMS if alarm.measure in (config.measures or DEFAULT_MEASURES)]
+        alarms = [replace(alarm, readings=config.readings, action=action) for alarm in default]
     if config.stop_at_inter_sim is not None:
         alarms.append(Alarm("inter_sim", above=config.stop_at_inter_sim, readings=config.readings, action="stop"))
     return alarms
