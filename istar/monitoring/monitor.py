@@ -299,6 +299,10 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copied or saved monitor has: it is closed, and keeps the readings."""
+        return {**vars(self), "is_closed": True, "_optimizer_hook": None}
+
     def _count_optimizer_step(self, *_: Any) -> None:
         self.step()
 

@@ -152,6 +152,10 @@ class StateWatcher:
             handle.remove()
         self._handles = []
 
+    def __reduce__(self) -> tuple[Callable[[list[str]], "StateWatcher"], tuple[list[str]]]:
+        """Reduce the watcher to one that reads nothing, for a copied or saved model, whose hooks refer to it."""
+        return _make_idle_watcher, (self.names,)
+
     def _register(self) -> None:
         handles = self._handles
         for place, module in enumerate(self._chain):
@@ -290,6 +294,14 @@ class StateWatcher:
                 f"a compiled pass called {self._num_layers_called} of {self._layers.num_layers} layers, so that their "
                 "numbers are unknown; expected a call of each: train without layerdrop, or without torch.compile"
             )
+
+
+def _make_idle_watcher(names: list[str]) -> StateWatcher:
+    """Return a watcher of no model, which has the names of the states."""
+    watcher = StateWatcher.__new__(StateWatcher)
+    watcher.names, watcher.is_armed, watcher.is_compiled = names, False, False
+    watcher._pass, watcher._handles, watcher._flag, watcher._id = None, [], torch.zeros(1, device="cpu"), next(_ids)
+    return watcher
 
 
 def _find_callers(model: nn.Module, base_model: nn.Module) -> list[nn.Module]:
