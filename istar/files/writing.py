@@ -30,8 +30,9 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     flushed to disk and renamed to `path`. After an exception, it is removed and `path` is unchanged.
 
     Raises:
-        OSError: if the file cannot be written; the error names `path`.
+        OSError: if the file cannot be written, or if `path` is a pipe or a device; the error names `path`.
     """
+    refuse_special_file(path)  # a rename would remove it
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary_path = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -135,7 +136,7 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def refuse_special_file(path: Path) -> None:
-    """Raise an OSError for a pipe, socket or device, because reading it may never end."""
+    """Raise an OSError for a pipe, socket or device: reading it may never end, and replacing it would remove it."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "is a pipe or a device; expected a file", str(path))
 

@@ -127,6 +127,8 @@ class Monitor:
         dump: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"the model is a {type(model).__name__}; expected a torch.nn.Module")
         for name, value in (("modules", modules), ("measures", measures), ("alarms", alarms)):
             if isinstance(value, str | Alarm):
                 raise UserError(f"{name} is a {type(value).__name__}; expected a list, even of one: {name}=[...]")
@@ -135,8 +137,17 @@ class Monitor:
         for measure in measures:
             check_one_of("measure", measure, SAMPLE_MEASURES)
         for alarm in alarms:
+            if not isinstance(alarm, Alarm):
+                raise UserError(f"alarms has a {type(alarm).__name__}; expected istar.Alarm(...)")
             if alarms is not DEFAULT_ALARMS and alarm.measure not in measures:
                 raise UserError(f"an alarm needs {alarm.measure}, which is not among the measures; add it to measures=")
+        if dump is not None and Path(dump).suffix != ".safetensors":
+            raise UserError(f"dump={dump}; expected a file with the ending .safetensors, which istar.measure reads")
+        # accelerate and Lightning wrap the optimizer, and skip its steps while gradients accumulate.
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer | None):
+            raise UserError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         self._model, self.every, self._points, self._measures = model, every, points, tuple(measures)
         self._alarms = [alarm for alarm in alarms if alarm.measure in measures]
         self._seed, self._dump, self._group = seed, None if dump is None else Path(dump), process_group
@@ -161,9 +172,6 @@ class Monitor:
         _monitors[self._watcher.base_model] = self
         self._optimizer_hook: Any = None
         if optimizer is not None:
-            # accelerate and Lightning wrap the optimizer, and skip its steps while gradients accumulate.
-            while hasattr(optimizer, "optimizer"):
-                optimizer = optimizer.optimizer
             self._optimizer_hook = optimizer.register_step_post_hook(self._count_optimizer_step)
         self._arm()
 
@@ -210,8 +218,10 @@ class Monitor:
             The reading, with the source `probe`, which is also added to `readings`.
 
         Raises:
-            UserError: if the batches have no points.
+            UserError: if the batches have no points, or if a single batch is given.
         """
+        if isinstance(batches, Mapping | Tensor):
+            raise UserError(f"batches is a {type(batches).__name__}; expected a list, even of one: measure([batch])")
         device, sampler = find_input_device(self._model), self._sampler
         previous_failure, self._failure = self._failure, ""
         self._sampler = self._make_sampler(is_probe=True)
@@ -277,7 +287,13 @@ class Monitor:
         return {"step": self.count, "readings": [[step, source, values] for step, source, values in self.readings]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the steps and the readings of `state_dict`; the next readings are those without a break."""
+        """Continue from the steps and the readings of `state_dict`; the next readings are those without a break.
+
+        Raises:
+            UserError: if the state is not one that `state_dict()` returned.
+        """
+        if not {"step", "readings"} <= state_dict.keys():
+            raise UserError("the state has no readings of a monitor; expected what state_dict() returned")
         self.count = state_dict["step"]
         self.readings = [Reading(*reading) for reading in state_dict["readings"]]
         self._fired = set()

@@ -152,9 +152,10 @@ class StateWatcher:
             handle.remove()
         self._handles = []
 
-    def __reduce__(self) -> tuple[Callable[[list[str]], "StateWatcher"], tuple[list[str]]]:
-        """Reduce the watcher to one that reads nothing, for a copied or saved model, whose hooks refer to it."""
-        return _make_idle_watcher, (self.names,)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, to which the hooks of a copied model belong: it reads nothing."""
+        idle = {"is_armed": False, "is_compiled": False, "_pass": None, "_handles": [], "_id": -1}
+        return {"names": self.names, "_flag": self._flag, **idle}
 
     def _register(self) -> None:
         handles = self._handles
@@ -280,9 +281,8 @@ class StateWatcher:
             return
         self._seen.add(name)
         if not isinstance(state, Tensor) or not state.is_floating_point():
-            self.failure = (
-                f"{name} returns a {type(state).__name__}; expected a floating tensor, or one first in a tuple"
-            )
+            kind = f"tensor of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
+            self.failure = f"{name} returns a {kind}; expected a floating tensor, or one first in a tuple"
             return
         if self._receive_gradient is not None and state.requires_grad:
             state.register_hook(partial(self._receive_gradient, name))
@@ -294,14 +294,6 @@ class StateWatcher:
                 f"a compiled pass called {self._num_layers_called} of {self._layers.num_layers} layers, so that their "
                 "numbers are unknown; expected a call of each: train without layerdrop, or without torch.compile"
             )
-
-
-def _make_idle_watcher(names: list[str]) -> StateWatcher:
-    """Return a watcher of no model, which has the names of the states."""
-    watcher = StateWatcher.__new__(StateWatcher)
-    watcher.names, watcher.is_armed, watcher.is_compiled = names, False, False
-    watcher._pass, watcher._handles, watcher._flag, watcher._id = None, [], torch.zeros(1, device="cpu"), next(_ids)
-    return watcher
 
 
 def _find_callers(model: nn.Module, base_model: nn.Module) -> list[nn.Module]:
