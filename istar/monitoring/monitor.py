@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -145,7 +145,7 @@ class Monitor:
             raise UserError(f"dump={dump}; expected a file with the ending .safetensors, which istar.measure reads")
         # accelerate and Lightning wrap the optimizer, and skip its steps while gradients accumulate.
         while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
+            optimizer = cast(Any, optimizer).optimizer
         if not isinstance(optimizer, torch.optim.Optimizer | None):
             raise UserError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         self._model, self.every, self._points, self._measures = model, every, points, tuple(measures)

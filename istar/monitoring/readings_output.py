@@ -68,5 +68,5 @@ def write_trajectory(table: pd.DataFrame, model: str, path: Path) -> None:
     try:
         with atomic_write(path) as file:
             file.write(content.encode())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {shorten(error.strerror or error)}") from error
+    except (OSError, ValueError) as error:  # a path without a name is a ValueError
+        raise UserError(f"{path} cannot be written: {shorten(error)}") from error

@@ -154,7 +154,7 @@ class StateWatcher:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, to which the hooks of a copied model belong: it reads nothing."""
-        idle = {"is_armed": False, "is_compiled": False, "_pass": None, "_handles": [], "_id": -1}
+        idle: dict[str, Any] = {"is_armed": False, "is_compiled": False, "_pass": None, "_handles": [], "_id": -1}
         return {"names": self.names, "_flag": self._flag, **idle}
 
     def _register(self) -> None:
