@@ -140,6 +140,13 @@ def check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
         )
 
 
+def check_names(function: str, names: Sequence[str]) -> None:
+    """Raise a `UserError` unless all arguments of a function that takes names are texts, for example for a list."""
+    for name in names:
+        if not isinstance(name, str):
+            raise UserError(f'{name} is a {type(name).__name__}; expected names: {function}("inter_sim", ...)')
+
+
 def check_number_or_word(option: str, value: object, word: str) -> None:
     """Raise an `OptionError` unless the value of an option is a number or `word`."""
     if value != word and (isinstance(value, bool) or not isinstance(value, Real)):

@@ -276,7 +276,7 @@ class Monitor:
         """Write all readings to a CSV file, which `istar.load` and `istar compare` read as a trajectory.
 
         Raises:
-            UserError: if the file cannot be written.
+            UserError: if the file cannot be written, or has another ending than .csv.
         """
         from istar.monitoring.readings_output import write_trajectory
 

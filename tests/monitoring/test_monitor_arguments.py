@@ -118,12 +118,18 @@ def test_an_output_of_integers_is_named() -> None:
 
 
 def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
-    file, pipe = tmp_path / "file", tmp_path / "pipe"
+    file, folder, pipe = tmp_path / "file", tmp_path / "folder.csv", tmp_path / "pipe.csv"
+    folder.mkdir()
     file.write_text("kept")
     os.mkfifo(pipe)
     with Monitor(SkippingNet(), modules=["first"]) as monitor:
-        for path, reason in ((tmp_path, "Is a directory"), (file / "a.csv", "exists|directory"), (pipe, "is a pipe")):
+        for path, reason in ((folder, "Is a directory"), (file / "a.csv", "exists|directory"), (pipe, "is a pipe")):
             with pytest.raises(UserError, match=rf"^{re.escape(str(path))} cannot be written: .*({reason})[^\n]*$"):
                 monitor.save(path)
+        for name in ("monitor", "monitor.png", ""):
+            with pytest.raises(
+                UserError, match=rf"^{name or '.'} has not the ending \.csv, by which istar\.load knows"
+            ):
+                monitor.save(name)
     assert file.read_text() == "kept"
     assert pipe.is_fifo()
