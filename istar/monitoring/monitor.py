@@ -149,6 +149,7 @@ class Monitor:
         if not isinstance(optimizer, torch.optim.Optimizer | None):
             raise UserError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         self._model, self.every, self._points, self._measures = model, every, points, tuple(measures)
+        self._has_named_modules = modules is not None
         self._alarms = [alarm for alarm in alarms if alarm.measure in measures]
         self._seed, self._dump, self._group = seed, None if dump is None else Path(dump), process_group
         self.count, self.is_closed = 0, False
@@ -198,6 +199,8 @@ class Monitor:
         if self._is_due:
             samples = self._take_samples()
             reading = self._make_reading(TRAINING, samples)
+            if reading is not None and self._has_named_modules and self.count == 0:
+                self._warn_of_missing_states(reading)
         self.count += 1
         self._arm()
         if reading is not None:
@@ -392,6 +395,11 @@ class Monitor:
         reading = Reading(self.count, source, values)
         self.readings.append(reading)
         return reading
+
+    def _warn_of_missing_states(self, reading: Reading) -> None:
+        missing = [state for state in self.states if state not in reading.values]
+        if missing:
+            self._warn(f"{', '.join(missing)}: not called in step {reading.step}, so not in its reading")
 
     def _add_gradient_norms(self, values: Mapping[str, dict[str, float]], device: torch.device) -> None:
         assert self._gradients is not None

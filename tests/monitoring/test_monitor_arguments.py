@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,16 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
                 monitor.save(name)
     assert file.read_text() == "kept"
     assert pipe.is_fifo()
+
+
+def test_named_modules_that_are_not_called_are_said_once() -> None:
+    net = nn.ModuleDict({"used": nn.Linear(4, 6), "unused": nn.Linear(4, 6), "spare": nn.Linear(4, 6)})
+    net.forward = lambda inputs: net["used"](inputs)
+    with Monitor(net, every=1, modules=["used", "unused", "spare"]) as monitor:
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                net(torch.randn(20, 4)).sum().backward()
+                monitor.step()
+            messages = [str(warning.message) for warning in caught]
+            assert messages == (["unused, spare: not called in step 0, so not in its reading"] * (monitor.count == 1))
