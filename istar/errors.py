@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Self
 
 SHOW_TRACE = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -118,7 +118,9 @@ def did_you_mean(word: str, known_words: Iterable[str], cutoff: float = 0.5) -> 
 
 
 def check_at_least(minimum: int, option: str, value: int | None) -> None:
-    """Raise an `OptionError` if the value of an option is below the minimum; None passes."""
+    """Raise an `OptionError` if the value of an option is no whole number, or below the minimum; None passes."""
+    if not isinstance(value, Integral | None):
+        raise OptionError(f"{option}={value!r} is not a whole number; expected {minimum} or more")
     if value is not None and value < minimum:
         raise OptionError(f"{option}={value} is too small; expected {minimum} or more")
 
@@ -136,6 +138,13 @@ def check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
         raise OptionError(
             f"{option}={value} is not known{did_you_mean(value, allowed)}; expected one of {', '.join(allowed)}"
         )
+
+
+def check_names(function: str, names: Sequence[str]) -> None:
+    """Raise a `UserError` unless all arguments of a function that takes names are texts, for example for a list."""
+    for name in names:
+        if not isinstance(name, str):
+            raise UserError(f'{name} is a {type(name).__name__}; expected names: {function}("inter_sim", ...)')
 
 
 def check_number_or_word(option: str, value: object, word: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from istar.errors import UserError
+from istar.errors import UserError, check_names
 from istar.geometry import checks
 from istar.geometry.checks import Bounds, Violation
 from istar.geometry.collect.measures_file import (
@@ -228,6 +228,7 @@ def draw_measures(
     """Draw measures of models, or of trainings over their steps; see `Geometry.plot`."""
     from istar.drawing import rendering  # loads matplotlib
 
+    check_names("plot", measures)
     if "spectrum" in measures:
         if len(measures) > 1:
             raise UserError("spectrum has another axis than the other measures; expected it alone")

@@ -174,7 +174,8 @@ def layers_from_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> 
     """Return the wanted modules of any model as its layers 1 to L; see `select_modules`.
 
     Raises:
-        UserError: for a module that is repeated or not part of the model, or a name or pattern without a module.
+        UserError: for a module that is repeated, never called or not part of the model, or a name or pattern without a
+            module.
     """
     module_names = {module: name for name, module in name_modules(model).items()}
     modules = select_modules(model, wanted)
@@ -183,6 +184,11 @@ def layers_from_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> 
             raise UserError(
                 f"a {type(module).__name__} of modules is not part of {type(model).__name__}; expected its modules, or "
                 "their names"
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise UserError(
+                f"a {type(module).__name__} is not called and has no outputs; name its modules, such as "
+                f'"{module_names[module]}.*"'
             )
     if len(set(modules)) < len(modules):
         raise UserError("a module is named twice among the given modules; its outputs would count twice")

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -128,6 +128,8 @@ class Monitor:
         dump: str | Path | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"the model is a {type(model).__name__}; expected a torch.nn.Module")
         for name, value in (("modules", modules), ("measures", measures), ("alarms", alarms)):
             if isinstance(value, str | Alarm):
                 raise UserError(f"{name} is a {type(value).__name__}; expected a list, even of one: {name}=[...]")
@@ -136,8 +138,17 @@ class Monitor:
         for measure in measures:
             check_one_of("measure", measure, SAMPLE_MEASURES)
         for alarm in alarms:
+            if not isinstance(alarm, Alarm):
+                raise UserError(f"alarms has a {type(alarm).__name__}; expected istar.Alarm(...)")
             if alarms is not DEFAULT_ALARMS and alarm.measure not in measures:
                 raise UserError(f"an alarm needs {alarm.measure}, which is not among the measures; add it to measures=")
+        if dump is not None and Path(dump).suffix != ".safetensors":
+            raise UserError(f"dump={dump}; expected a file with the ending .safetensors, which istar.measure reads")
+        # accelerate and Lightning wrap the optimizer, and skip its steps while gradients accumulate.
+        while hasattr(optimizer, "optimizer"):
+            optimizer = cast(Any, optimizer).optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer | None):
+            raise UserError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
         self.every = every
         self.count = 0
         self.readings: list[Reading] = []
@@ -145,6 +156,7 @@ class Monitor:
         self._model = model
         self._points = points
         self._measures = tuple(measures)
+        self._has_named_modules = modules is not None
         self._alarms = [alarm for alarm in alarms if alarm.measure in measures]
         self._seed = seed
         self._has_gradients = gradients
@@ -163,9 +175,6 @@ class Monitor:
         _monitors[self._watcher.base_model] = self
         self._optimizer_hook: Any = None
         if optimizer is not None:
-            # accelerate and Lightning wrap the optimizer, and skip its steps while gradients accumulate.
-            while hasattr(optimizer, "optimizer"):
-                optimizer = optimizer.optimizer
             self._optimizer_hook = optimizer.register_step_post_hook(self._count_optimizer_step)
         self._arm()
 
@@ -192,6 +201,8 @@ class Monitor:
         if self._is_due:
             samples = self._take_samples()
             reading = self._make_reading(TRAINING, samples)
+            if reading is not None and self._has_named_modules and self.count == 0:
+                self._warn_of_missing_states(reading)
         self.count += 1
         self._arm()
         if reading is not None:
@@ -212,8 +223,10 @@ class Monitor:
             The reading, with the source `probe`. It is also added to `readings`.
 
         Raises:
-            UserError: if the batches have no points.
+            UserError: if the batches have no points, or if a single batch is given.
         """
+        if isinstance(batches, Mapping | Tensor):
+            raise UserError(f"batches is a {type(batches).__name__}; expected a list, even of one: measure([batch])")
         device = find_input_device(self._model)
         training_sampler = self._sampler
         self._sampler = self._make_sampler(is_probe=True)
@@ -267,7 +280,7 @@ class Monitor:
         """Write all readings to a CSV file, which `istar.load` and `istar compare` read as a trajectory.
 
         Raises:
-            UserError: if the file cannot be written.
+            UserError: if the file cannot be written, or has another ending than .csv.
         """
         from istar.monitoring.readings_output import write_trajectory
 
@@ -278,7 +291,13 @@ class Monitor:
         return {"step": self.count, "readings": [[step, source, values] for step, source, values in self.readings]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from the steps and readings of `state_dict`, as if the training had not been interrupted."""
+        """Continue from the steps and readings of `state_dict`, as if the training had not been interrupted.
+
+        Raises:
+            UserError: if the state is not one that `state_dict()` returned.
+        """
+        if not {"step", "readings"} <= state_dict.keys():
+            raise UserError("the state has no readings of a monitor; expected what state_dict() returned")
         self.count = state_dict["step"]
         self.readings = [Reading(*reading) for reading in state_dict["readings"]]
         self._fired = set()
@@ -299,6 +318,10 @@ class Monitor:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copied or saved monitor has: it is closed, and keeps the readings."""
+        return {**vars(self), "is_closed": True, "_optimizer_hook": None}
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self.step()
@@ -369,6 +392,11 @@ class Monitor:
         reading = Reading(self.count, source, values)
         self.readings.append(reading)
         return reading
+
+    def _warn_of_missing_states(self, reading: Reading) -> None:
+        missing = [state for state in self.states if state not in reading.values]
+        if missing:
+            self._warn(f"{', '.join(missing)}: not called in step {reading.step}, so not in its reading")
 
     def _add_gradient_norms(self, values: Mapping[str, dict[str, float]], device: torch.device) -> None:
         local_squares = [torch.as_tensor(self._squared_gradient_norms.get(state, 0.0)) for state in values]

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from istar.drawing.plot import Line, Panel, Plot, are_log_spaced, evenly_spaced
 from istar.drawing.rendering import draw
-from istar.errors import UserError, did_you_mean, explain_system_error
+from istar.errors import UserError, check_names, did_you_mean, explain_system_error
 from istar.files.writing import atomic_write, to_csv
 from istar.measures.catalogue import find_measure
 from istar.runs.names import GRADIENT_NORM, TRAINING, TRAJECTORY_KEYS
@@ -29,6 +29,7 @@ def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> Figure:
     readings = table[is_training] if is_training.any() else table
     if readings.empty:
         raise UserError("there is no reading yet; call monitor.step() after each optimizer step")
+    check_names("plot", measures)
     panels = []
     states = evenly_spaced(list(dict.fromkeys(readings["state"])))
     for measure in measures:
@@ -56,8 +57,10 @@ def write_trajectory(table: pd.DataFrame, model: str, path: Path) -> None:
     """Write `Monitor.table` as a CSV file with the columns of `trajectory.csv`, and replace the file at once.
 
     Raises:
-        UserError: if the file cannot be written.
+        UserError: if the file cannot be written, or has another ending than .csv.
     """
+    if path.suffix != ".csv":
+        raise UserError(f"{path} has not the ending .csv, by which istar.load knows the readings of a monitor")
     keys = {"model": model, "revision": [f"step{step}" for step in table["step"]], "weights": ""}
     columns = table.rename(columns={"state": "layer"}).assign(**keys)
     content = to_csv(columns[[*TRAJECTORY_KEYS, *columns.columns.difference(list(TRAJECTORY_KEYS), sort=False)]])

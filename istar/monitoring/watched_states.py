@@ -146,6 +146,11 @@ class StateWatcher:
             handle.remove()
         self._handles = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, to which the hooks of a copied model belong: it reads nothing."""
+        idle: dict[str, Any] = {"_is_armed": False, "_pass": None, "_handles": [], "_id": -1}
+        return {"names": self.names, "_flag": self._flag, **idle}
+
     def _register(self) -> None:
         modules, add = self._layers.modules, self._handles.append
         for index, module in enumerate(self._chain):
@@ -258,7 +263,7 @@ class StateWatcher:
             return
         self._seen.add(name)
         if not isinstance(state, Tensor) or not state.is_floating_point():
-            kind = type(state).__name__
+            kind = f"tensor of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
             self.failure = f"{name} returns a {kind}; expected a floating tensor, or one first in a tuple"
             return
         if self._receive_gradient is not None and state.requires_grad:

@@ -245,6 +245,8 @@ def test_figures_are_drawn_as_on_the_page_and_outside_of_pyplot() -> None:
         clouds.plot("isocore")
     with pytest.raises(UserError, match="intra_sim has no finite value"):
         clouds.plot("intra_sim")
+    with pytest.raises(UserError, match=r"^\['isoscore'\] is a list; expected names: plot\("):
+        clouds.plot(["isoscore"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

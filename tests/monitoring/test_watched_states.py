@@ -1,6 +1,8 @@
 """What hooks read of a training, and that they cost nothing between readings."""
 
 import copy
+import gc
+import io
 import pickle
 from typing import Any
 
@@ -289,12 +291,52 @@ def test_gradient_norms_are_those_of_the_states():
     assert_close(torch.tensor(norms, dtype=torch.float64), squares.sqrt())
 
 
-def test_a_copied_or_pickled_model_is_not_watched():
-    model = make_bert()
-    monitor = istar.Monitor(model)
-    monitor.close()
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert count_hooks(copied) == count_hooks(model)
+def save_and_load(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copy_model", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), save_and_load])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_copies_of_a_model_are_not_watched_and_do_not_contain_the_monitor(copy_model, backend):
+    model, [batch] = make_bert(), list(make_batches(1))
+    monitor = istar.Monitor(model, every=1)
+    if backend is not None:
+        torch.compile(model, backend=backend)(**batch)
+        monitor.step()
+    assert count_hooks(model) > 0
+    size = len(pickle.dumps(make_bert()))
+    assert len(pickle.dumps(model)) < size + 5_000
+    assert len(pickle.dumps(model.bert.encoder.layer[0])) < size / 3
+    num_monitors = sum(isinstance(item, istar.Monitor) for item in gc.get_objects())
+    copied = copy_model(model)
+    assert sum(isinstance(item, istar.Monitor) for item in gc.get_objects()) == num_monitors
+    called = copied if backend is None else torch.compile(copied, backend=backend)
+    assert called(**batch).loss == model(**batch).loss
+    called(**batch).loss.backward()
+    reading = monitor.step()
+    assert reading is not None
+    assert reading.values["layer_1"]["points"] == batch["attention_mask"].sum()  # of the one pass of the model
+    with istar.Monitor(copied, every=1) as monitor_of_copy:
+        copied(**batch).loss.backward()
+        assert monitor_of_copy.step() == reading._replace(step=0)
+
+
+def test_a_copied_monitor_is_closed_and_has_the_readings():
+    model, [batch] = make_bert(), list(make_batches(1))
+    monitor = istar.Monitor(model, every=1)
+    train(model, monitor, [batch])
+    for copied in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
+        assert copied.is_closed
+        assert copied.step() is None
+        assert copied.readings == monitor.readings
+        assert copied.states == monitor.states
+        copied.close()
+    assert not monitor.is_closed
+    model(**batch).loss.backward()
+    assert monitor.step() is not None
 
 
 def test_models_without_modules_for_their_states_are_refused():

@@ -189,6 +189,8 @@ def _read_ends(argument: ModelArgument, table: pd.DataFrame) -> list[MeasuredMod
 def _read_table(argument: ModelArgument) -> pd.DataFrame:
     path = find_trajectory(argument.name)
     if path is None:
+        if not Path(argument.name).exists():
+            raise UserError(f"{argument.name}: there is no such file or folder; expected the measures of a training")
         raise UserError(
             f"{argument.name} holds no {measures_file.TRAJECTORY_FILE}; expected folders of istar measure --revisions "
             "or --checkpoints and files of istar.Monitor alone, or models alone"

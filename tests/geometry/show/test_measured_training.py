@@ -94,7 +94,7 @@ def test_the_command_compares_files_of_monitors(tmp_path: Path, capsys: pytest.C
 
 
 def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"missing\.csv holds no trajectory\.csv"):
+    with pytest.raises(UserError, match=r"missing\.csv: there is no such file or folder; expected the measures"):
         istar.load(tmp_path / "missing.csv")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match=r"other\.csv cannot be read"):
