@@ -101,16 +101,19 @@ class Plot:
     labels: tuple[str, ...] = ()
 
 
-def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS) -> list[T]:
-    """Return at most `count` items, evenly spaced from the first to the last.
+def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS, kept: Sequence[T] = ()) -> list[T]:
+    """Return at most `count` items, evenly spaced from the first to the last, and after them those that are `kept`.
 
-    Result i of n items, from 0, has the index i (n - 1) / (count - 1), rounded to the nearest integer and up at a half.
-    The arithmetic is exact.
+    The first result of n items has the index 0, and result i of m the index i (n - 1) / (m - 1), rounded to the nearest
+    integer and up at a half. The arithmetic is exact.
     """
-    if len(items) <= count:
-        return list(items)
+    kept = [item for item in items if item in kept]
+    others, count = [item for item in items if item not in kept], count - len(kept)
+    if len(others) <= count:
+        return [*others, *kept]
     num_gaps = count - 1
-    return [items[(2 * index * (len(items) - 1) + num_gaps) // (2 * num_gaps)] for index in range(count)]
+    indices = [(2 * index * (len(others) - 1) + num_gaps) // (2 * num_gaps) for index in range(count)]
+    return [*(others[index] for index in indices), *kept]
 
 
 def are_log_spaced(steps: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ from istar.drawing.rendering import draw
 from istar.errors import UserError, check_names, did_you_mean, explain_system_error
 from istar.files.writing import atomic_write, to_csv
 from istar.measures.catalogue import find_measure
-from istar.runs.names import GRADIENT_NORM, TRAINING, TRAJECTORY_KEYS
+from istar.runs.names import GRADIENT_NORM, POOLED, TRAINING, TRAJECTORY_KEYS
 
 _INTERVAL = 1.96
 """Half-width of a 95% interval in standard errors."""
@@ -31,7 +31,7 @@ def draw_trajectory(table: pd.DataFrame, measures: Sequence[str]) -> Figure:
         raise UserError("there is no reading yet; call monitor.step() after each optimizer step")
     check_names("plot", measures)
     panels = []
-    states = evenly_spaced(list(dict.fromkeys(readings["state"])))
+    states = evenly_spaced(list(dict.fromkeys(readings["state"])), kept=[POOLED])
     for measure in measures:
         if measure not in readings:
             raise UserError(f"{measure} was not read{did_you_mean(measure, map(str, readings))}")

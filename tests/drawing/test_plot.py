@@ -67,3 +67,9 @@ def test_a_matrix_of_one_dimension_has_no_projection() -> None:
 def test_singular_values_that_are_rounding_errors_are_left_out() -> None:
     line = make_spectrum_line("raw", [2.0, 1.0, 1e-9], 1e-6)
     assert (line.x, line.y) == ((1, 2), pytest.approx((2.0, 1.0)))
+
+
+def test_kept_items_are_among_the_evenly_spaced_ones() -> None:
+    states = ["embeddings", *(f"layer_{number}" for number in range(1, 7)), "pooled"]
+    assert evenly_spaced(states, kept=["pooled"]) == ["embeddings", "layer_2", "layer_4", "layer_6", "pooled"]
+    assert evenly_spaced(states[:3], kept=["pooled"]) == states[:3]

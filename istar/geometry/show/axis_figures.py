@@ -109,7 +109,7 @@ def make_step_axis(trainings: Sequence[MeasuredTraining]) -> Axis:
     """Return the axis of the steps: of one training with a line for some layers, of several with one for each."""
     first = trainings[0]
     if len(trainings) == 1:
-        layers = evenly_spaced(first.states)
+        layers = evenly_spaced(first.states, kept=[POOLED])
         lines = [("", model_figures.name_tap(layer), first, layer) for layer in layers]
     else:
         lines = [("last layer", training.label, training, training.last_layer) for training in trainings]
