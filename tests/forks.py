@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import chdir, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -190,6 +190,16 @@ def compute_in_group(
     """Call `compute(rank, *arguments)` in each process of a gloo process group, and return the results by rank."""
     run_in_processes(_compute_and_save, (compute, arguments, world_size, str(folder)), world_size)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+@contextmanager
+def process_group(rank: int, num_ranks: int, store: str) -> Iterator[None]:
+    """Join a gloo group within a fork of `run_in_processes`, and end the process when all have left the context."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    yield
+    dist.barrier()
+    # Skip the shutdown of the interpreter, in which the process group may abort.
+    os._exit(0)
 
 
 def run_in_processes(function: Callable[..., object], arguments: tuple[object, ...], processes: int) -> None:

@@ -148,7 +148,7 @@ def make_readings(inter_sims: Sequence[float], ratios: Sequence[float], state: s
 
 
 def test_the_alarms_of_a_saved_training_are_those_of_the_monitor() -> None:
-    hidden = make_readings([0.5, 0.9, 0.96, 0.97, 0.98, 0.98], [10.0, 3.0, 1.4, 1.3, 1.45, 1.45], "hidden")
+    hidden = make_readings([0.5, 0.9, 0.96, 0.97, 0.98, 0.98], [10.0, 3.0, 1.45, 1.3, 1.4, 1.4], "hidden")
     last = make_readings([0.5, 0.9, 0.96, 0.97, 0.98, 0.98], [30.0] * 6)
     readings = pd.concat([hidden, last]).sort_values("step", kind="stable")
     expected = [FirstAlarm("inter_sim", 40, "last"), FirstAlarm("participation_ratio", 40, "hidden")]

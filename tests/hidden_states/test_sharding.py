@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import istar
 from istar.hidden_states.reader import HiddenStateReader
-from tests.forks import run_in_processes
+from tests.forks import process_group, run_in_processes
 from tests.hidden_states.builders import INPUTS, bert
 
 
@@ -35,8 +34,7 @@ PASSES = {"trial": read_states, "refresh": refresh, "probe": probe}
 
 def train_after(rank: int, store: str, name: str) -> None:
     """Make the optimizer after a pass, take a step, and compare with one process."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
+    with process_group(rank, 2, store):
         model: Any = bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         alone = bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
         for layer in model.bert.encoder.layer:
@@ -50,8 +48,6 @@ def train_after(rank: int, store: str, name: str) -> None:
             optimizer.step()
         for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(parameter.full_tensor(), expected, rtol=1e-9, atol=1e-12)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import istar
-from tests.forks import run_in_processes
+from tests.forks import process_group, run_in_processes
 from tests.monitoring.builders import MEASURES, make_batches, make_bert
 
 STEPS = 3
@@ -45,9 +45,9 @@ def check_equal(readings: list[Any], expected: list[Any]) -> None:
 
 def watch_in_parallel(rank: int, num_ranks: int, store: str, way: str) -> None:
     """Train with the examples of each batch divided among the processes, and compare with one process."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-    try:
-        batches = list(make_batches(STEPS, batch_size=8))
+    batches = list(make_batches(STEPS, batch_size=8))
+    expected = train_alone(make_bert(), batches).readings
+    with process_group(rank, num_ranks, store):
         model: Any = make_bert()
         if way == "DDP, watched before":
             monitor = istar.Monitor(model, every=2, measures=MEASURES, points=10_000)
@@ -66,10 +66,7 @@ def watch_in_parallel(rank: int, num_ranks: int, store: str, way: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             monitor.step()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    check_equal(monitor.readings, train_alone(make_bert(), batches).readings)
+        check_equal(monitor.readings, expected)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +79,13 @@ def test_processes_read_what_one_process_reads(tmp_path, num_ranks, way):
 
 def watch_unevenly(rank: int, store: str) -> None:
     """Step 0: the second process calls no model. Step 1: its hook fails. Step 2: the first process calls no model."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        batches = list(make_batches(STEPS))
+    batches = list(make_batches(STEPS))
+    alone = make_bert()
+    expected = istar.Monitor(alone, every=1, measures=MEASURES, points=10_000)
+    for batch in batches:
+        alone(**batch).loss.backward()
+        expected.step()
+    with process_group(rank, 2, store):
         model = make_bert()
         monitor = istar.Monitor(model, every=1, measures=MEASURES, points=10_000)
         with warnings.catch_warnings(record=True) as caught:
@@ -95,16 +96,8 @@ def watch_unevenly(rank: int, store: str) -> None:
                 if (rank, step) == (1, 1):
                     monitor._watcher.failure = "the hook failed"
                 assert monitor.step() is not None
-            dist.barrier()
         assert [str(warning.message) for warning in caught if "nothing was read" in str(warning.message)] == []
-    finally:
-        dist.destroy_process_group()
-    alone = make_bert()
-    expected = istar.Monitor(alone, every=1, measures=MEASURES, points=10_000)
-    for batch in batches:
-        alone(**batch).loss.backward()
-        expected.step()
-    check_equal(monitor.readings, expected.readings)
+        check_equal(monitor.readings, expected.readings)
 
 
 def test_processes_without_a_pass_or_with_an_error_take_part(tmp_path: Path):
@@ -112,8 +105,7 @@ def test_processes_without_a_pass_or_with_an_error_take_part(tmp_path: Path):
 
 
 def share_the_points(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
+    with process_group(rank, 2, store):
         [batch] = make_batches(1, batch_size=8)
         model = make_bert()
         monitor = istar.Monitor(model, points=20)
@@ -124,8 +116,6 @@ def share_the_points(rank: int, store: str) -> None:
         everywhere = [None, None]
         dist.all_gather_object(everywhere, reading.values)
         assert everywhere[0] == everywhere[1]
-    finally:
-        dist.destroy_process_group()
 
 
 def test_processes_share_the_points_and_have_the_same_values(tmp_path):
