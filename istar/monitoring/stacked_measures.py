@@ -68,14 +68,14 @@ def measure_samples(
     states = list(samples) if states is None else list(states)
     if device is None:
         device = next(iter(samples.values())).points.device
-    widths, largest = _find_maxima(samples, states, process_group, device)
+    widths, num_points, largest = _find_maxima(samples, states, process_group, device)
     needs_scatter = not _COVARIANCE_MEASURES.isdisjoint(names)
     results: dict[str, dict[str, float]] = {}
     with full_precision(device):
         for width in sorted(set(widths.values()) - {0}):
             same_width = [state for state in states if widths[state] == width]
-            num_sampled = max((len(samples[state].points) for state in same_width if state in samples), default=0)
-            bytes_of_state = 8 * width * max(width if needs_scatter else 1, num_sampled)
+            most_points = max(num_points[state] for state in same_width)
+            bytes_of_state = 8 * width * max(width if needs_scatter else 1, most_points)
             num_states = max(_MAX_STACK_BYTES // bytes_of_state, 1)
             for start in range(0, len(same_width), num_states):
                 part = same_width[start : start + num_states]
@@ -89,19 +89,27 @@ def measure_samples(
 
 def _find_maxima(
     samples: Mapping[str, StateSample], states: Sequence[str], group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the width of each state, 0 if no process has points, and its largest absolute value."""
-    maxima = torch.zeros(2, len(states), device=device)
+) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
+    """Return the largest width, number of points and absolute value of each state in any process; 0 without points.
+
+    All processes have the same result, which decides how many states are stacked, so that they join the same sums.
+    """
+    maxima = torch.zeros(3, len(states), device=device)
     for index, state in enumerate(states):
         if _has_points(samples, state):
             points = samples[state].points
             largest = points.abs().amax().to(maxima)
             maxima[0, index] = points.shape[1]
-            maxima[1, index] = torch.where(largest.isfinite(), largest, math.inf)  # some backends ignore NaN
+            maxima[1, index] = len(points)
+            maxima[2, index] = torch.where(largest.isfinite(), largest, math.inf)  # some backends ignore NaN
     if world_size(group) > 1:
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-    widths, values = maxima.tolist()
-    return dict(zip(states, map(int, widths), strict=True)), dict(zip(states, values, strict=True))
+    widths, num_points, values = maxima.tolist()
+    return (
+        dict(zip(states, map(int, widths), strict=True)),
+        dict(zip(states, map(int, num_points), strict=True)),
+        dict(zip(states, values, strict=True)),
+    )
 
 
 def _has_points(samples: Mapping[str, StateSample], state: str) -> bool:
