@@ -1,12 +1,12 @@
 """How often the alarms of `istar.Monitor` fire in healthy trainings, and in trainings that collapse.
 
-    python -m benchmarks.alarms train --folder /tmp/alarms --seeds 3
-    python -m benchmarks.alarms count --folder /tmp/alarms
+    python -m benchmarks.alarms train --folder alarms --seeds 3
+    python -m benchmarks.alarms count --folder alarms
 
 `train` executes tiny trainings of many kinds, each on one core in about a minute at most, and writes for each a CSV
 file with the geometry of all states every ten steps, and a line of `outcomes.csv` with its skill on held-out data.
-Trainings whose line exists are not repeated. `count` applies the alarms to these files, as if the states had been read
-every 10 and every 50 steps. Healthy trainings that did not learn their task, and collapsing ones that learned
+A training that already has a line is not repeated. `count` applies the alarms to these files at two cadences: readings
+every 10 steps and every 50 steps. Healthy trainings that did not learn their task, and collapsing ones that learned
 something, are listed and not counted.
 """
 

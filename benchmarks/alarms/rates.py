@@ -80,7 +80,7 @@ def print_rates(folder: Path) -> None:
         console.print(_make_table(group, runs_of))
         for every in CADENCES:
             console.print(_describe_rate(group, every, runs_of))
-    console.print("Not counted, because the outcome is not that of the group:")
+    console.print("Not counted, because the training did not end as intended:")
     for run in runs:
         if not run.is_counted():
             alarms = [f"every={every}: {_describe_alarms(run.alarms[every]) or 'no alarm'}" for every in CADENCES]

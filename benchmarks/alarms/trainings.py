@@ -77,7 +77,7 @@ def kind(
 def train(kind: Kind, seed: int, every: int) -> tuple[float, float, istar.Monitor]:
     """Train, and return the last loss, the skill and the monitor that has read every `every`-th step.
 
-    A training whose loss is not finite goes on, as it would without a check.
+    A loss that is not finite does not stop the training.
     """
     torch.manual_seed(seed)
     training = kind.make(seed)
@@ -559,7 +559,7 @@ def views(
 @kind("collapsing", 600, PAIR_BOUNDS, name="SimSiam without stop-gradient", stop=False)
 @kind("collapsing", 600, PAIR_BOUNDS, name="SimSiam without stop-gradient and batch norm", stop=False, norm="group")
 def simsiam(seed: int, stop: bool = True, norm: Literal["batch", "group"] = "batch") -> Training:
-    """SimSiam (Chen and He, 2021) on drawings of shapes; without the stop-gradient, it has no predictor either."""
+    """SimSiam (Chen and He, 2021) on drawings of shapes; without the stop-gradient, the predictor is left out, too."""
     model = ShapeEncoder(norm)
     if norm == "batch":
         model.projector = nn.Sequential(model.projector, nn.BatchNorm1d(64, affine=False))

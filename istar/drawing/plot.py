@@ -108,7 +108,8 @@ def evenly_spaced(items: Sequence[T], count: int = MAX_ITEMS, kept: Sequence[T] 
     integer and up at a half. The arithmetic is exact.
     """
     kept = [item for item in items if item in kept]
-    others, count = [item for item in items if item not in kept], count - len(kept)
+    others = [item for item in items if item not in kept]
+    count -= len(kept)
     if len(others) <= count:
         return [*others, *kept]
     num_gaps = count - 1

@@ -117,7 +117,8 @@ def _make_module(prepared: PreparedRun, model: PreTrainedModel) -> FineTuner:
 
 
 def _make_tracks(prepared: PreparedRun, module: FineTuner, data_module: FineTuningData) -> Tracks:
-    config, folder = prepared.identity.config, prepared.identity.folder
+    config = prepared.identity.config
+    folder = prepared.identity.folder
     settings = config.trainer
     stop_signal, metrics_file = StopSignal(), MetricsFile(folder / METRICS_FILE)
     progress = RunProgress(folder, settings.progress_bar)

@@ -347,7 +347,8 @@ def on_training_device(trainer: L.Trainer, module: FineTuner) -> Iterator[None]:
 
     Lightning moves the module to the CPU after training.
     """
-    previous_device, is_sharded = module.device, is_sharded_module(module.model)
+    previous_device = module.device
+    is_sharded = is_sharded_module(module.model)
     if not is_sharded:
         module.to(trainer.strategy.root_device)
     try:

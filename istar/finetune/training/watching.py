@@ -141,7 +141,8 @@ class WatchTraining(L.Callback):
 
     def _iterate_probe(self, trainer: L.Trainer) -> Iterator[Batch]:
         """Yield this process's batches of the probe. All processes have equally many; see `FineTuningData`."""
-        rows, batch_size = self.data.validation[0], self.data.config.eval_batch_size
+        rows = self.data.validation[0]
+        batch_size = self.data.config.eval_batch_size
         order = self.sample[trainer.global_rank :: trainer.world_size]
         num_batches = math.ceil(math.ceil(len(self.sample) / trainer.world_size) / batch_size)
         loader = build_evaluation_loader(rows, self.data.collate, batch_size, order, num_batches=num_batches)
