@@ -1,20 +1,29 @@
 """Count, mean and scatter matrix of a batch of points, or of several layers of it, and their gradients."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.numerics import accumulation_dtype, block_size, full_precision
+from istar.measures.numerics import BLOCK, accumulation_dtype, full_precision, matmul_precision
+
+Precision = Literal["float32", "tf32", "bf16"]
+"""Precision of the factors in products of points; float64 points are never rounded to float32 or tf32."""
+MAX_STACKED_LAYER = 2**22
+"""Numbers of a layer from which it is not copied into a stack: its operations take longer than their launches."""
+STACK_ON_DEVICES = 2**26
+"""Numbers of a stack of layers on devices other than a CPU, where it is `BLOCK`."""
+PANEL_ROWS = 128
+"""Rows of a symmetric product that a CPU computes at once, from their diagonal block on."""
 
 
 class BatchMoments(NamedTuple):
     """Moments of a batch of points, or of k batches of equal size; `third` and `fourth` may be missing."""
 
-    size: Tensor
-    """Number of points of each batch, 0-d or `(k,)`."""
+    size: int | Tensor
+    """Number of points of each batch; 0-d if only the device knows it."""
     mean: Tensor
     """Mean m of each batch, `(d,)` or `(k, d)`."""
     scatter: Tensor
@@ -55,139 +64,165 @@ def mean_and_scatter(points: Tensor, mask: Tensor | None = None, indices: Tensor
         indices: result of `mask_to_indices`, in place of a mask.
 
     Returns:
-        n and m in float64 (float32 on MPS); M in float32, or in float64 for float64 points. All are on the points'
-        device. The mean and scatter of an empty batch are 0.
+        n as an integer; m in float64 (float32 on MPS); M in float32, or in float64 for float64 points. Both are on the
+        points' device. The mean and scatter of an empty batch are 0.
     """
-    points, indices = _flatten_points(points, mask, indices)
-    size, means, scatter = _mean_and_scatter([points], indices, None)[:3]
-    return BatchMoments(size[0], means[0], scatter)
+    indices = mask_to_indices(mask) if indices is None else indices
+    moments = _compute_moments([points], indices, "float32", is_exact=True)
+    return moments._replace(mean=moments.mean[0])
 
 
 def mean_and_scatter_of_layers(
-    layers: Sequence[Tensor], indices: Sequence[Tensor | None], matmul_dtype: torch.dtype | None = None
+    layers: Sequence[Tensor], rows: Sequence[Tensor | None], precision: Precision = "float32"
 ) -> list[BatchMoments]:
-    r"""Compute `mean_and_scatter` of each layer, with fewer and larger operations for small layers, and on a GPU.
+    r"""Compute the moments of each layer for a penalty, with few and large operations.
 
-    Consecutive layers of the same shape, dtype, device and indices, with or without gradients, are stacked, up to
-    `layers_per_block`. A GPU waits for the host in a step of a small model; the twelve layers of BERT-base then take as
-    many operations as two.
+    Consecutive layers of the same shape, dtype, device and rows, with or without gradients, are stacked, up to
+    `layers_per_stack`. A GPU waits for the host in a step of a small model; the twelve layers of BERT-base then take as
+    many operations as one.
 
     Args:
         layers: points `(..., d)` of each layer.
-        indices: for each layer, the result of `mask_to_indices`; layers that share it are stacked.
-        matmul_dtype: dtype of the factors in the two large matrix products: M in the forward pass and
-            :math:`(x_i - m)(G + G^T)` in the backward pass. None uses the dtype of M. With bfloat16, the products are
-            two to three times as fast on hardware that supports it, IsoScore has a relative error of about 1e-5, and a
-            second derivative raises `UserError`.
+        rows: for each layer, the points `(n, d)` that count: their indices, as `mask_to_indices` returns them, or a
+            bool mask `(n,)`, with which the shapes in a compiled graph do not depend on the data; None for all.
+        precision: of the factors in the two large matrix products: M in the forward pass and
+            :math:`(x_i - m)(G + G^T)` in the backward pass. `tf32` is float32 on hardware without it. With bf16, the
+            products are two to three times as fast on hardware that supports it, and IsoScore has a relative error of
+            about 1e-5.
 
     Returns:
-        The moments of each block, for `merge_moments`.
+        The moments of each stack: the means `(k, d)` of its k layers, and the sum of their scatter matrices, both
+        float32, or float64 for float64 points. The rounding of the means changes M by less than M's own rounding.
 
     Raises:
-        UserError: in a second backward pass, if `matmul_dtype` is narrower than the dtype of M.
+        UserError: in a second backward pass with bf16.
     """
-    blocks: list[tuple[list[Tensor], Tensor | None]] = []
+    stacks: list[tuple[list[Tensor], Tensor | None]] = []
     latest_kind: Any = None
-    for layer, layer_indices in zip(layers, indices, strict=True):
+    for layer, layer_rows in zip(layers, rows, strict=True):
         # A layer without a gradient would cost a product in the backward pass for nothing.
-        kind = layer.shape, layer.dtype, layer.device, layer.requires_grad, id(layer_indices)
-        if kind == latest_kind and len(blocks[-1][0]) < layers_per_block(layer):
-            blocks[-1][0].append(layer)
+        kind = layer.shape, layer.dtype, layer.device, layer.requires_grad, id(layer_rows)
+        if kind == latest_kind and len(stacks[-1][0]) < layers_per_stack(layer):
+            stacks[-1][0].append(layer)
         else:
-            blocks.append(([layer], layer_indices))
+            stacks.append(([layer], layer_rows))
         latest_kind = kind
-    return [_mean_and_scatter(block, block_indices, matmul_dtype) for block, block_indices in blocks]
+    return [_compute_moments(stack, stack_rows, precision, is_exact=False) for stack, stack_rows in stacks]
 
 
-def layers_per_block(layer: Tensor) -> int:
-    """Return how many layers like this one are stacked: as many as fit into a block of `block_size`, at least 1."""
-    return max(1, block_size(layer.device) // max(1, layer.numel()))
+def layers_per_stack(layer: Tensor) -> int:
+    """Return how many layers like this one are stacked, at least 1."""
+    if layer.numel() >= MAX_STACKED_LAYER:
+        return 1
+    limit = BLOCK if layer.device.type == "cpu" else STACK_ON_DEVICES
+    return max(1, limit // max(1, layer.numel()))
 
 
-def _mean_and_scatter(
-    layers: Sequence[Tensor], indices: Tensor | None, matmul_dtype: torch.dtype | None
+def _compute_moments(
+    layers: Sequence[Tensor], rows: Tensor | None, precision: Precision, is_exact: bool
 ) -> BatchMoments:
-    """Return the moments of layers of the same shape, of which `indices` are the rows that count."""
+    """Return the moments of layers of the same shape as a stack; the arguments are as in `_MeanAndScatter`."""
+    # `reshape` would add an operation to the autograd graph in any case.
     flat_layers = [layer if layer.dim() == 2 else layer.reshape(-1, layer.shape[-1]) for layer in layers]
-    num_points, device = len(flat_layers[0]) if indices is None else len(indices), layers[0].device
-    sizes = torch.full((len(layers),), num_points, dtype=accumulation_dtype(device), device=device)
-    return BatchMoments(sizes, *_MeanAndScatter.apply(indices, matmul_dtype, *flat_layers))
-
-
-def _flatten_points(points: Tensor, mask: Tensor | None, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if points.dim() != 2:  # `reshape` would add an operation to the autograd graph in any case.
-        points = points.reshape(-1, points.shape[-1])
-    return points, mask_to_indices(mask) if indices is None else indices
+    size: int | Tensor = len(flat_layers[0]) if rows is None else len(rows)
+    if rows is not None and rows.dtype == torch.bool:
+        size = rows.sum()
+    return BatchMoments(size, *_MeanAndScatter.apply(rows, size, precision, is_exact, *flat_layers))
 
 
 class _MeanAndScatter(torch.autograd.Function):
-    """Autograd function of `mean_and_scatter`, for k layers of points `(n, d)` and the indices of those that count.
+    """Autograd function of the moments of k layers of points `(n, d)`, of which `size` count in each layer.
 
     It returns the means `(k, d)` and the sum of the scatter matrices `(d, d)`. Plain autograd would need two products
     in the backward pass, and would save a centered copy of the points. This function needs one product, and saves only
-    the points, which the model keeps anyway.
+    the points, which the model keeps anyway. With `is_exact`, the means have the dtype and precision of accumulators.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, indices: Tensor | None, matmul_dtype: torch.dtype | None, *layers: Tensor
+        ctx: Any, rows: Tensor | None, size: int | Tensor, precision: Precision, is_exact: bool, *layers: Tensor
     ) -> tuple[Tensor, Tensor]:
-        device = layers[0].device
-        with full_precision(device):
-            points = _stack_rows(layers, indices)
-            num_layers, num_points, dim = points.shape
-            dtype = torch.promote_types(points.dtype, torch.float32)
-            share = 1 / max(num_points, 1)  # The mean of an empty batch is 0.
-            shifts = points.mean(1, dtype=dtype) if num_points else points.new_zeros(num_layers, dim, dtype=dtype)
-            centered = _subtract(points, shifts, is_view=num_layers == 1 and indices is None)
-            factors = (centered if matmul_dtype is None else centered.to(matmul_dtype)).flatten(0, 1)
-            scatter = _matmul(factors.T, factors, dtype)
-            # `shifts` equal the means only up to rounding; correct the means and the scatter for the difference.
-            residuals = centered.sum(1)
-            means = shifts.to(accumulation_dtype(device)).add(residuals, alpha=share)
-            scatter.addmm_(residuals.T, residuals, alpha=-share)
-        ctx.is_rounded = factors.dtype != dtype
+        dtype = torch.promote_types(layers[0].dtype, torch.float32)
+        share: Any = 1 / max(size, 1) if isinstance(size, int) else 1 / size.clamp(min=1)  # no points have the mean 0
+        with matmul_precision(layers[0].device, precision):
+            points = _stack_rows(layers, rows)
+            is_counted = isinstance(size, int) and size > 0
+            means = points.mean(1, dtype=dtype) if is_counted else points.sum(1, dtype=dtype) * share
+            factors = _center(points, means, rows, precision, is_owned=len(layers) > 1 or rows is not None)
+            scatter = _multiply_by_itself(factors.flatten(0, 1), dtype)
+            if is_exact:
+                # Correct the means and the scatter for the rounding errors of the means.
+                residuals = factors.sum(1)
+                means = means.to(accumulation_dtype(means.device)).add(residuals, alpha=share)
+                scatter.addmm_(residuals.T, residuals, alpha=-share)
         # Rounded factors take half the memory of float32 points, which a model under autocast does not keep itself.
-        ctx.save_for_backward(indices, means, *([factors] if ctx.is_rounded else layers))
-        ctx.shape, ctx.dtype, ctx.share = (num_layers, *layers[0].shape), points.dtype, share
+        ctx.save_for_backward(rows, means, *([factors] if precision == "bf16" else layers))
+        ctx.options = precision, share, dtype, (len(layers), *layers[0].shape), layers[0].dtype
         return means, scatter
 
     @staticmethod
     def backward(ctx: Any, grad_means: Tensor, grad_scatter: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_rounded and torch.is_grad_enabled():
-            raise UserError("products in bfloat16 have no second derivative; use compute='float32'")
-        indices, means, *saved = ctx.saved_tensors
-        dtype = torch.promote_types(ctx.dtype, torch.float32)
-        num_layers, _, dim = ctx.shape
-        with full_precision(means.device):
-            if ctx.is_rounded:
+        precision, share, dtype, shape, layer_dtype = ctx.options
+        if precision == "bf16" and torch.is_grad_enabled():
+            raise UserError("products in bf16 have no second derivative; use compute='float32'")
+        rows, means, *saved = ctx.saved_tensors
+        with matmul_precision(means.device, precision):
+            if precision == "bf16":
                 [factors] = saved
             else:
-                is_view = num_layers == 1 and indices is None
-                factors = _subtract(_stack_rows(saved, indices), means.to(dtype), is_view).flatten(0, 1)
-            symmetric_grad = (grad_scatter + grad_scatter.T).to(factors.dtype)
-            gradient = _matmul(factors, symmetric_grad, dtype).view(num_layers, -1, dim)
-            gradient = gradient.add_(grad_means.to(dtype)[:, None], alpha=ctx.share).to(ctx.dtype)
-            if indices is not None:
-                gradient = gradient.new_zeros(ctx.shape).index_copy_(1, indices, gradient)
-        return None, None, *gradient.unbind()
+                is_owned = len(saved) > 1 or rows is not None
+                factors = _center(_stack_rows(saved, rows), means.to(dtype), rows, precision, is_owned)
+            rounded = {"out": factors.new_empty(grad_scatter.shape)} if precision == "bf16" else {}
+            symmetric_grad = torch.add(grad_scatter, grad_scatter.T, **rounded)
+            gradient = _matmul(factors.flatten(0, 1), symmetric_grad, dtype).view(factors.shape)
+            alpha, shift = (share, grad_means) if isinstance(share, float) else (1, grad_means * share)
+            gradient = gradient.add_(shift.to(dtype)[:, None], alpha=alpha).to(layer_dtype)
+            if rows is not None and rows.dtype == torch.bool:
+                gradient = gradient.masked_fill_(~rows[:, None], 0)
+            elif rows is not None:
+                gradient = gradient.new_zeros(shape).index_copy_(1, rows, gradient)
+        return None, None, None, None, *gradient.unbind()
 
 
-def _stack_rows(layers: Sequence[Tensor], indices: Tensor | None) -> Tensor:
-    """Return the rows of layers `(n, d)` at the indices, or all, as `(k, rows, d)`; a view of a single layer."""
-    selected = [_select_rows(layer, indices) for layer in layers]
-    return selected[0][None] if len(selected) == 1 else torch.stack(selected)
+def _stack_rows(layers: Sequence[Tensor], rows: Tensor | None) -> Tensor:
+    """Return layers `(n, d)` as `(k, rows, d)`: the rows at indices, or all, with zeros where a mask is false.
+
+    Without rows, a single layer is not copied.
+    """
+    points = layers[0][None] if len(layers) == 1 else torch.stack(list(layers))
+    if rows is None:
+        return points
+    return points.masked_fill(~rows[:, None], 0) if rows.dtype == torch.bool else points.index_select(1, rows)
 
 
-def _subtract(points: Tensor, means: Tensor, is_view: bool) -> Tensor:
-    """Return points `(k, n, d)` minus means `(k, d)`: in place, unless the points are a view or of a narrower dtype."""
-    if is_view or points.dtype != means.dtype:
-        return points - means[:, None]
-    return points.sub_(means[:, None])
+def _center(points: Tensor, means: Tensor, rows: Tensor | None, precision: Precision, is_owned: bool) -> Tensor:
+    """Return points `(k, n, d)` minus means `(k, d)`, with zeros where a mask `rows` is false.
+
+    The result is bfloat16, or has the dtype of the means. It may overwrite points that are owned.
+    """
+    if precision == "bf16":
+        centered = torch.sub(points, means[:, None], out=points.new_empty(points.shape, dtype=torch.bfloat16))
+    elif is_owned and points.dtype == means.dtype:
+        centered = points.sub_(means[:, None])
+    else:
+        centered = points - means[:, None]
+    return centered.masked_fill_(~rows[:, None], 0) if rows is not None and rows.dtype == torch.bool else centered
 
 
-def _select_rows(points: Tensor, indices: Tensor | None) -> Tensor:
-    return points if indices is None else points.index_select(0, indices)
+def _multiply_by_itself(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the symmetric product F^T F `(d, d)` of factors `(n, d)` in `dtype`.
+
+    A CPU computes little more than its upper half, which takes two thirds of the time at width 768.
+    """
+    width = factors.shape[1]
+    if factors.device.type != "cpu" or width <= PANEL_ROWS or torch.compiler.is_compiling():
+        return _matmul(factors.T, factors, dtype)
+    product = factors.new_empty(width, width)
+    for start in range(0, width, PANEL_ROWS):
+        end = start + PANEL_ROWS
+        torch.mm(factors[:, start:end].T, factors[:, start:], out=product[start:end, start:])
+        product[end:, start:end] = product[start:end, end:].T
+    return product.to(dtype)
 
 
 def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -206,10 +241,12 @@ def fourth_moments(points: Tensor, mask: Tensor | None = None, indices: Tensor |
     Returns the result of `mean_and_scatter` with t `(d,)` as `third` and F (0-d) as `fourth`, both in float64 (float32
     on MPS). Plain autograd computes the gradients of t and F, and saves copies of the points.
     """
-    count, mean, scatter = mean_and_scatter(points, mask, indices=indices)[:3]
-    points, indices = _flatten_points(points, mask, indices)
+    indices = mask_to_indices(mask) if indices is None else indices
+    points = points.reshape(-1, points.shape[-1])
+    count, mean, scatter = mean_and_scatter(points, indices=indices)[:3]
     with full_precision(points.device):
-        centered = _select_rows(points, indices) - mean.to(torch.promote_types(points.dtype, torch.float32))
+        selected = points if indices is None else points.index_select(0, indices)
+        centered = selected - mean.to(torch.promote_types(points.dtype, torch.float32))
         squares = centered.square().sum(-1)
         # Divide by the largest square, because fourth powers can overflow float32 where the scatter does not.
         # Divide by the smallest positive number if all points are equal or there are none.

@@ -25,9 +25,10 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
         for batch in batches:
             merged.add_batch(batch)
         return merged
-    counts = torch.cat([batch.size.reshape(-1) for batch in batches])
-    means = torch.cat([batch.mean.reshape(-1, widths[0]) for batch in batches])
-    moments = Moments(widths[0], means.device)
+    moments = Moments(widths[0], batches[0].mean.device)
+    means = torch.cat([batch.mean.reshape(-1, widths[0]).to(moments.mean) for batch in batches])
+    sizes = [batch.size * means.new_ones(batch.mean.numel() // widths[0]) for batch in batches]
+    counts = torch.cat(sizes)
     narrowest = max(torch.finfo(batch.scatter.dtype).eps for batch in batches)
     moments.epsilon = moments.epsilon.clamp(min=narrowest)
     moments.count = counts.sum()

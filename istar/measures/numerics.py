@@ -18,7 +18,7 @@ BLOCK_ON_DEVICES = 2**25
 _FLOAT32_EPSILON = torch.finfo(torch.float32).eps
 _FULL_PRECISION_SETTINGS = {"none", "ieee"}
 """Settings of torch's backends with which float32 products are computed in float32."""
-_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
+_CPU_BACKENDS = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)  # type: ignore[attr-defined]
 
 
 def accumulation_dtype(device: torch.device | str) -> torch.dtype:
@@ -34,18 +34,29 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Return a context that computes matrix products in the dtype of their inputs: without autocast, TF32 or bfloat16.
 
-    The previous settings are restored at the end. A training step enters the context twice per block of layers, so
-    the usual case with nothing to change is fast.
+    The previous settings are restored at the end. The usual case, with nothing to change, is fast.
     """
-    for backend in _BACKENDS:
-        if backend.fp32_precision not in _FULL_PRECISION_SETTINGS:
-            return _set_full_precision(device)
-    return without_autocast(device)
+    return matmul_precision(device, "float32")
+
+
+def matmul_precision(device: torch.device, precision: str) -> AbstractContextManager[None]:
+    """Return a context without autocast. Its float32 products are exact, or with the precision `tf32` in TF32 on CUDA.
+
+    In a graph of torch.compile, the precision of float32 products is instead what the program has set.
+    """
+    if torch.compiler.is_compiling():
+        return without_autocast(device)
+    wanted = {"none", "ieee"} if precision != "tf32" or device.type != "cuda" else {"tf32"}
+    is_set = torch.backends.cuda.matmul.fp32_precision in wanted and all(
+        backend.fp32_precision in _FULL_PRECISION_SETTINGS for backend in _CPU_BACKENDS
+    )
+    return without_autocast(device) if is_set else _set_precision(device, "tf32" if wanted == {"tf32"} else "ieee")
 
 
 @contextmanager
-def _set_full_precision(device: torch.device) -> Iterator[None]:
-    previous_precisions = [backend.fp32_precision for backend in _BACKENDS]
+def _set_precision(device: torch.device, cuda_precision: str) -> Iterator[None]:
+    backends = (torch.backends.cuda.matmul, *_CPU_BACKENDS)
+    previous_precisions = [backend.fp32_precision for backend in backends]
     try:
         global_precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # The program has set the precision per backend; torch refuses to mix both interfaces.
@@ -53,14 +64,15 @@ def _set_full_precision(device: torch.device) -> Iterator[None]:
     try:
         if global_precision is not None:
             torch.set_float32_matmul_precision("highest")
-        for backend in _BACKENDS:
+        for backend in backends:
             backend.fp32_precision = "ieee"
+        torch.backends.cuda.matmul.fp32_precision = cuda_precision
         with without_autocast(device):
             yield
     finally:
         if global_precision is not None:
             torch.set_float32_matmul_precision(global_precision)
-        for backend, precision in zip(_BACKENDS, previous_precisions, strict=True):
+        for backend, precision in zip(backends, previous_precisions, strict=True):
             backend.fp32_precision = precision
 
 

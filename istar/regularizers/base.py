@@ -3,7 +3,7 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -215,8 +215,6 @@ class Penalty(nn.Module, ABC):
     set_point: SetPoint | None = None
     """Target of the score. With a target, the penalty is the squared deviation of the score from it, and its weight is
     the absolute value of lambda."""
-    last: Terms | None = field(default=None, init=False)
-    """Detached terms of the latest penalty, for logs; None before the first one, and if the latest was skipped."""
     undefined: UndefinedCount = field(default_factory=UndefinedCount, init=False)
     """Number of losses of finite points that have no score."""
     kept_score: Tensor = field(init=False)
@@ -236,6 +234,7 @@ class Penalty(nn.Module, ABC):
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._last: Terms | Callable[[], Terms] | None = None
         check_layers(self.layers)
         if self.set_point is not None and not isinstance(self.set_point, SetPoint):
             raise OptionError(f"set_point={self.set_point!r}; expected a SetPoint, such as SetPoint(0.3)")
@@ -258,6 +257,20 @@ class Penalty(nn.Module, ABC):
         options = [option for option in fields(self) if option.init]
         changed = [option.name for option in options if getattr(self, option.name) != option.default]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in dict.fromkeys(["weight", *changed]))
+
+    @property
+    def last(self) -> Terms | None:
+        """Detached terms of the latest penalty, for logs; None before the first one, and if the latest was skipped.
+
+        A penalty may give a function instead, which is called when the terms are read for the first time.
+        """
+        if callable(self._last):
+            self._last = self._last()
+        return self._last
+
+    @last.setter
+    def last(self, terms: "Terms | Callable[[], Terms] | None") -> None:
+        self._last = terms
 
     @property
     def citation(self) -> str:
@@ -318,8 +331,8 @@ class Penalty(nn.Module, ABC):
             target = self._update_target(terms.score)
             terms = terms._replace(value=self.set_point.penalty(terms.score, target), target=target)
         terms = terms.without_undefined()
-        self.last = terms.detach()
-        self.undefined.add(self.last.is_undefined, self.measure)
+        self.last = detached = terms.detach()
+        self.undefined.add(detached.is_undefined, self.measure)
         return self.factor * terms.value
 
     def _update_target(self, score: Tensor) -> Tensor:

@@ -2,7 +2,8 @@ r"""Estimators of IsoScore for `IStar`: the paper's IsoScore\* and the unbiased 
 
 An estimator computes the score in two steps. First, layers are reduced to sums over their points, such as the mean and
 the scatter matrix. The backward pass of `istar.measures.batch_moments.mean_and_scatter` is one matrix product. Second,
-the sums of the layers are merged and scored by ordinary autograd operations on a few matrices `(d, d)`.
+the sums of the layers are merged and scored, here by ordinary autograd operations on a few matrices `(d, d)`, and for
+the paper's score in closed form, see `istar.regularizers.shrinkage_estimator`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from istar.errors import UserError
-from istar.measures.batch_moments import fourth_moments, mean_and_scatter_of_layers
+from istar.measures.batch_moments import fourth_moments
 from istar.measures.isoscores import (
     covariance_or_nan,
     unchecked_isoscore,
@@ -69,32 +70,6 @@ class Estimator(ABC):
         return 1 - score
 
 
-class ShrinkageEstimator(Estimator):
-    r"""IsoScore\* of the paper, Algorithm 1: the covariance S is (1 - zeta) Cov(X) + zeta Sigma_S.
-
-    Args:
-        zeta: weight of Sigma_S from 0 to 1.
-        matmul_dtype: dtype of the factors in the products with the points; None for the points' own, at least float32.
-    """
-
-    def __init__(self, zeta: float, matmul_dtype: torch.dtype | None) -> None:
-        self.zeta = zeta
-        # Without Sigma_S, the score is IsoScore.
-        self.measure = "isoscore_star" if zeta > 0 else "isoscore"
-        self.matmul_dtype = matmul_dtype
-
-    def summarize(self, hidden_states: Sequence[Tensor], indices: Sequence[Tensor | None]) -> list[Any]:
-        """Return the sizes, means and scatter matrices of blocks of layers."""
-        return mean_and_scatter_of_layers(hidden_states, indices, self.matmul_dtype)
-
-    def score(self, moments: Moments, shrinkage: Tensor | None) -> tuple[Tensor, None]:
-        covariance = covariance_or_nan(moments)
-        if shrinkage is None:
-            return torch.where(has_variance(moments), unchecked_isoscore(covariance), torch.nan), None
-        shrunk = torch.lerp(covariance, convert_shrinkage(shrinkage, covariance), self.zeta)
-        return unchecked_isoscore(shrunk), None
-
-
 class AutomaticShrinkageEstimator(Estimator):
     r"""IsoScore\* with a zeta that is estimated from each batch by `istar.measures.shrinkage_intensity`.
 
@@ -128,9 +103,14 @@ class UnbiasedEstimator(Estimator):
 def merge_layers(summaries: Sequence[Any], sync: bool, group: dist.ProcessGroup | None) -> Moments:
     """Merge the moments of layers, over all processes with `sync`; raise `UserError` for fewer than 2 dimensions."""
     moments = merge_moments(summaries)
-    if moments.dim < 2:
-        raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {moments.dim}")
+    check_dim(moments.dim)
     return moments.all_reduce(group) if sync else moments
+
+
+def check_dim(dim: int) -> None:
+    """Raise `UserError` unless there are at least 2 dimensions."""
+    if dim < 2:
+        raise UserError(f"isotropy needs at least 2 dimensions; the hidden states have {dim}")
 
 
 def convert_shrinkage(shrinkage: Tensor, covariance: Tensor) -> Tensor:

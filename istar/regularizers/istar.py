@@ -7,21 +7,23 @@ of the score; see `istar.regularizers.estimators`.
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from istar.errors import OptionError, UserError, check_number_or_word, check_one_of
+from istar.measures.batch_moments import Precision
 from istar.measures.isoscores import check_covariance
 from istar.measures.numerics import without_autocast
 from istar.regularizers import estimators
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers, Tokens
+from istar.regularizers.shrinkage_estimator import ShrinkageEstimator
 
 AUTO = "auto"
 ESTIMATORS = ("shrinkage", "unbiased")
-COMPUTE_DTYPES = ("float32", "bf16")
+PRECISIONS = ("float32", "tf32", "bf16")
 
 
 @dataclass(eq=False, repr=False)
@@ -55,8 +57,8 @@ class IStar(Penalty):
     r"""shrinkage (the paper's IsoScore\*), or unbiased (IsoScore for small samples of independent points, without a
     shrinkage covariance)."""
     compute: str | None = None
-    """Dtype of the penalty's matrix products with the points: float32 or bf16. None is float32 or, in a run, the
-    dtype that trainer.precision allows."""
+    """Precision of the penalty's matrix products with the points: float32, tf32 (float32 on devices other than CUDA) or
+    bf16. None is float32, but tf32 under autocast on CUDA, and in a run what trainer.precision allows."""
     shrinkage_covariance: Tensor | None = field(init=False)
 
     reference = "rudman2024stable"
@@ -94,11 +96,11 @@ class IStar(Penalty):
         if self.estimator != "shrinkage" and self.zeta != 0:
             raise OptionError(f"zeta={self.zeta} has no effect with estimator={self.estimator}; expected zeta=0")
         if self.compute is not None:
-            check_one_of("compute", self.compute, COMPUTE_DTYPES)
-        if self.compute == "bf16" and self.needs_float32:
+            check_one_of("compute", self.compute, PRECISIONS)
+        if self.compute in ("bf16", "tf32") and self.needs_float32:
             raise OptionError(
-                "compute=bf16 is too coarse for the fourth powers of the unbiased estimator and of zeta=auto; "
-                "expected float32"
+                f"compute={self.compute} is too coarse for the fourth powers of the unbiased estimator and of "
+                "zeta=auto; expected float32"
             )
 
     def _make_estimator(self) -> estimators.Estimator:
@@ -106,7 +108,7 @@ class IStar(Penalty):
             return estimators.UnbiasedEstimator()
         if isinstance(self.zeta, str):
             return estimators.AutomaticShrinkageEstimator()
-        return estimators.ShrinkageEstimator(float(self.zeta), torch.bfloat16 if self.compute == "bf16" else None)
+        return ShrinkageEstimator(float(self.zeta), cast("Precision | None", self.compute))
 
     def reset(self, keep_shrinkage_covariance: bool = False) -> None:
         super().reset()
@@ -119,6 +121,17 @@ class IStar(Penalty):
         indices = [tokens.indices_of(state) for state in hidden_states]
         with without_autocast(hidden_states[0].device):
             return self._estimator.summarize(hidden_states, indices)
+
+    def combine(self, summaries: Sequence[Any]) -> Tensor:
+        estimator = self._estimator
+        if self.set_point is not None or not isinstance(estimator, ShrinkageEstimator):
+            return super().combine(summaries)
+        covariance, weight = self.shrinkage_covariance, self.weight
+        result = estimator.evaluate(summaries, covariance, self.sync, self.group, weight)
+        self.last = result.make_terms
+        if result.is_undefined is not None:
+            self.undefined.add(result.is_undefined, self.measure)
+        return result.value
 
     def score(self, summaries: Sequence[Any]) -> Terms:
         return self._estimator.estimate(summaries, self.shrinkage_covariance, self.sync, self.group)

@@ -189,7 +189,7 @@ def test_mean_and_scatter_are_those_of_a_naive_sum(mask):
     points = cloud(8, 3)
     counts = np.ones(8) if mask is None else mask.numpy().astype(float)
     count, mean, scatter = mean_and_scatter(points, mask)[:3]
-    assert_close(count.item(), counts.sum(), **CLOSE)
+    assert count == counts.sum()
     assert_close(mean.numpy(), np.average(points.numpy(), axis=0, weights=counts), **CLOSE)
     expected = np.cov(points.numpy(), rowvar=False, aweights=counts, ddof=0) * counts.sum()
     assert_close(scatter.numpy(), expected, rtol=1e-12, atol=1e-11)
@@ -238,7 +238,7 @@ def test_a_hessian_vector_product_of_float32_points_is_that_of_float64_ones():
 
 def test_products_in_bfloat16_have_no_second_derivative():
     points = cloud(8, 3, dtype=torch.float32).requires_grad_()
-    [block] = mean_and_scatter_of_layers([points], [None], torch.bfloat16)
+    [block] = mean_and_scatter_of_layers([points], [None], "bf16")
     with pytest.raises(UserError, match="no second derivative; use compute='float32'") as error:
         torch.autograd.grad(block.scatter.sum(), points, create_graph=True)
     assert "\n" not in str(error.value)
@@ -308,8 +308,10 @@ def test_stacked_layers_have_the_union_and_the_gradients_of_single_ones(change, 
         union = merge_moments(summarize(leaves, indices))
         (union.scatter.square().sum() + union.mean.square().sum()).backward()
         values_and_gradients.append([union.count, union.mean, union.scatter, *(leaf.grad for leaf in leaves)])
+    # Means of float32 layers are float32 in a stack.
+    tolerance = 1e-12 if all(layer.dtype == torch.float64 for layer in layers) else 1e-6
     for stacked, single in zip(*values_and_gradients, strict=True):
-        assert_close(stacked, single, rtol=1e-12, atol=1e-12)
+        assert_close(stacked, single, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=["all", "some rows"])
@@ -327,7 +329,7 @@ def test_a_point_far_off_costs_the_others_no_digits_in_bfloat16():
     first, second = 0.01 * torch.randn(2, 4000, 4, generator=torch.Generator().manual_seed(0))
     second[:, 0] += 1.3
     second[0, 0] = 1000
-    union = merge_moments(mean_and_scatter_of_layers([first[:15], second], [None, None], torch.bfloat16))
+    union = merge_moments(mean_and_scatter_of_layers([first[:15], second], [None, None], "bf16"))
     expected = Moments.of(torch.cat([first[:15], second]).double())
     assert (union.scatter - expected.scatter).norm() < 0.01 * expected.scatter.norm()
 

@@ -67,8 +67,8 @@ class IStarConfig(PenaltyConfig):
         default=IStar.compute,
         metadata=matters(as_=lambda config: config.reg.for_precision(config.trainer.precision).compute),
     )
-    """Dtype of the penalty's matrix products with the points: float32 or bf16. None is the dtype that trainer.precision
-    allows."""
+    """Precision of the penalty's matrix products with the points: float32, tf32 (float32 on devices other than CUDA) or
+    bf16. None is bf16 if trainer.precision is, otherwise float32."""
     refresh_every_n_steps: int | None = field(default=PenaltySettings.refresh_every_n_steps, metadata=WITH_SIGMA_S)
     """Optimizer steps between two computations of the shrinkage covariance within an epoch, in addition to the one at
     the beginning of each epoch. None computes it only at the beginning of each epoch."""
