@@ -48,6 +48,7 @@ FORKING_FILES = (
     "tests/finetune/processes/test_forking.py",
     "tests/finetune/execute/test_streamed_runs.py",
     "tests/measures/test_numerics.py",
+    "tests/regularizers/test_shrinkage_estimator.py",
     "tests/monitoring/test_monitor_in_processes.py",
 )
 """Files whose tests start processes by a server of forks. One worker of xdist executes them all, with one server."""

@@ -109,6 +109,7 @@ class HiddenStatePenalty(AttachedPenalty):
             points=points,
             include_padding=penalty.include_padding,
             draw_sample=self._draw_sample,
+            is_traceable=penalty.is_traceable and points.are_all and settings.sample is None,
         )
 
     def __repr__(self) -> str:
@@ -213,4 +214,4 @@ class HiddenStatePenalty(AttachedPenalty):
 
     def _is_active(self) -> bool:
         # With weight 0 the penalty is skipped, because 0 times a NaN penalty would be NaN.
-        return torch.is_grad_enabled() and self.penalty.weight != 0
+        return torch.is_grad_enabled() and not self.penalty.is_skipped

@@ -18,6 +18,16 @@ def uncompiled() -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+def forget_compiled_code() -> None:
+    """Make torch.compile compile anew, before hooks are registered.
+
+    Compiled code does not check for hooks. It would be used again, without them, for a model that gets hooks after a
+    call, and for other models of the same class.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Switch all modules to eval mode; restore the mode and the sharded parameters of each module at the end."""

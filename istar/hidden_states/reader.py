@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from istar.errors import UserError
 from istar.hidden_states import model_layers
 from istar.hidden_states.call_arguments import Arguments, find_argument, read_argument_names, request_states
+from istar.hidden_states.model_modes import forget_compiled_code
 from istar.regularizers.points import ALL_POINTS, Layers, Points, PointSample, Tokens, layer_numbers
 
 Summarize = Callable[[Sequence[Tensor], Tokens], list[Any]]
@@ -96,6 +97,8 @@ class HiddenStateReader:
             or, if it lacks them, from the calls of the modules around it, such as its head.
         include_padding: count padding as points, too.
         draw_sample: called at the beginning of each pass that is read; returns the part of its points that counts.
+        is_traceable: whether `summarize` and the choice of tokens can be part of a graph of torch.compile; otherwise
+            the graph ends with the base model.
 
     Attributes:
         layers: the modules that compute the states.
@@ -130,6 +133,7 @@ class HiddenStateReader:
         points: Points = ALL_POINTS,
         include_padding: bool = False,
         draw_sample: Callable[[], PointSample | None] = lambda: None,
+        is_traceable: bool = False,
     ) -> None:
         if modules is not None:
             self.layers = model_layers.layers_from_modules(model, modules)
@@ -165,6 +169,8 @@ class HiddenStateReader:
             module for module in self.base_model.modules() if "layerdrop" in vars(module)
         ]
         self._summaries: list[Any] | None = None
+        # Set here, because a compiled hook would otherwise be compiled anew in the second pass.
+        self._pass, self._calls = None, {}
         _load_compiler_option()
         self._handles: list[Any] = [
             module.register_forward_hook(partial(self._read_layer, module_index), with_kwargs=True)
@@ -172,8 +178,10 @@ class HiddenStateReader:
         ]
         # Without summaries, all hooks can be compiled with the model, as in a training without a penalty.
         if summarize is not None:
-            self._handles += self._register_call_hooks(model)
-            begin_pass, end_pass = _UncompiledHook(self._begin_pass), _UncompiledHook(self._end_pass)
+            forget_compiled_code()
+            make_hook: Any = (lambda hook: hook) if is_traceable else _UncompiledHook
+            self._handles += self._register_call_hooks(model, make_hook)
+            begin_pass, end_pass = make_hook(self._begin_pass), make_hook(self._end_pass)
             self._handles.append(self.base_model.register_forward_pre_hook(begin_pass, with_kwargs=True))
             self._handles.append(self.base_model.register_forward_hook(end_pass, always_call=True))
             return
@@ -210,8 +218,8 @@ class HiddenStateReader:
         if self._summaries is None:
             raise UserError(
                 "no forward pass was read since the last loss: call the model first, with gradients enabled; a model "
-                "inside a reentrant checkpoint computes without them, and a model that was compiled and called before "
-                "attach() never calls the hooks"
+                "inside a reentrant checkpoint computes without them, and a compiled model uses the code of another "
+                "one of its class that was compiled without a penalty: compile that one in another process"
             )
         summaries, self._summaries = self._summaries, None
         return summaries
@@ -266,12 +274,12 @@ class HiddenStateReader:
         tokens.prepare()
         return tokens
 
-    def _register_call_hooks(self, model: nn.Module) -> list[Any]:
+    def _register_call_hooks(self, model: nn.Module, make_hook: Any) -> list[Any]:
         handles: list[Any] = []
         for module in (part for part in model.modules() if self.base_model in part.modules()):
-            begin_call = _UncompiledHook(partial(self._begin_call, read_argument_names(module)))
+            begin_call = make_hook(partial(self._begin_call, read_argument_names(module)))
             handles.append(module.register_forward_pre_hook(begin_call, with_kwargs=True))
-            handles.append(module.register_forward_hook(_UncompiledHook(self._end_call), always_call=True))
+            handles.append(module.register_forward_hook(make_hook(self._end_call), always_call=True))
         return handles
 
     def _begin_call(self, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -282,7 +290,7 @@ class HiddenStateReader:
 
     def _list_calls(self) -> list[Arguments]:
         calls = self._calls
-        if _are_saved_tensors_hooked():
+        if not torch.compiler.is_compiling() and _are_saved_tensors_hooked():
             # A checkpoint repeats its calls in the backward pass, when the calls around it have ended.
             caller, call = next(iter(calls.items()))
             is_repeated = [*map(id, call.values())] == [*map(id, self._checkpointed_calls.get(caller, {}).values())]

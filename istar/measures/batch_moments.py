@@ -101,8 +101,9 @@ def mean_and_scatter_of_layers(
     latest_kind: Any = None
     for layer, layer_rows in zip(layers, rows, strict=True):
         # A layer without a gradient would cost a product in the backward pass for nothing.
-        kind = layer.shape, layer.dtype, layer.device, layer.requires_grad, id(layer_rows)
-        if kind == latest_kind and len(stacks[-1][0]) < layers_per_stack(layer):
+        kind = layer.shape, layer.dtype, layer.device, layer.requires_grad
+        fits = kind == latest_kind and layer_rows is stacks[-1][1]
+        if fits and len(stacks[-1][0]) < layers_per_stack(layer):
             stacks[-1][0].append(layer)
         else:
             stacks.append(([layer], layer_rows))
@@ -143,7 +144,7 @@ class _MeanAndScatter(torch.autograd.Function):
         ctx: Any, rows: Tensor | None, size: int | Tensor, precision: Precision, is_exact: bool, *layers: Tensor
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(layers[0].dtype, torch.float32)
-        share: Any = 1 / max(size, 1) if isinstance(size, int) else 1 / size.clamp(min=1)  # no points have the mean 0
+        share: Any = 1 / max(size, 1) if isinstance(size, int) else 1 / size.clamp(min=1).to(dtype)  # a mean of 0
         with matmul_precision(layers[0].device, precision):
             points = _stack_rows(layers, rows)
             is_counted = isinstance(size, int) and size > 0

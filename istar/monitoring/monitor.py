@@ -384,8 +384,7 @@ class Monitor:
             if source == TRAINING and not self._watcher.failure:
                 self._warn(
                     f"nothing was read at step {self.count}: the model was not called with gradients since the last "
-                    "step(); or it, or another model of its class, was compiled and called before the monitor was "
-                    "created; or it replays CUDA graphs",
+                    "step(); or it uses the compiled code of another model of its class; or it replays CUDA graphs",
                     "nothing was read",
                 )
             return None

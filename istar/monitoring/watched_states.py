@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from istar.errors import UserError, shorten
 from istar.hidden_states.call_arguments import find_wrapped, read_argument_names
 from istar.hidden_states.model_layers import find_final_norm, find_layers, layers_from_modules
-from istar.hidden_states.model_modes import uncompiled
+from istar.hidden_states.model_modes import forget_compiled_code, uncompiled
 from istar.hidden_states.reader import find_state
 from istar.runs.names import POOLED
 
@@ -81,6 +81,7 @@ class StateWatcher:
         modules: Sequence[str | nn.Module] | None = None,
         receive_gradient: Callable[[str, Tensor], None] | None = None,
     ) -> None:
+        forget_compiled_code()
         layers = find_layers(model) if modules is None else layers_from_modules(model, modules)
         if not layers.modules:
             raise UserError(

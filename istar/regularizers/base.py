@@ -247,6 +247,9 @@ class Penalty(nn.Module, ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and not math.isfinite(value):
             raise OptionError(f"lambda={value}; expected a finite number")
+        if name == "weight":
+            # A graph of torch.compile depends on this, and not on the weight, which a schedule changes at each step.
+            super().__setattr__("is_skipped", value == 0)
         option = type(self).__dataclass_fields__.get(name)
         if option is not None and option.init and name in vars(self) and name not in ("weight", "sync", "group"):
             raise OptionError(f"{name}={value}: only weight can change; create a new penalty")
@@ -281,6 +284,11 @@ class Penalty(nn.Module, ABC):
     @property
     def needs_shrinkage_covariance(self) -> bool:
         """Whether the score depends on Sigma_S, the attribute `shrinkage_covariance`."""
+        return False
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether `summarize` can be part of a graph of torch.compile."""
         return False
 
     @property

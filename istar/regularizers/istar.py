@@ -86,6 +86,11 @@ class IStar(Penalty):
         return self.zeta != 0
 
     @property
+    def is_traceable(self) -> bool:
+        """Whether the estimator has no operations with shapes that depend on the data."""
+        return isinstance(self._estimator, ShrinkageEstimator)
+
+    @property
     def needs_float32(self) -> bool:
         """Whether the estimator computes fourth powers, for which bfloat16 is too coarse."""
         return self.estimator != "shrinkage" or self.zeta == AUTO
@@ -118,9 +123,9 @@ class IStar(Penalty):
     def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
-        indices = [tokens.indices_of(state) for state in hidden_states]
+        rows = [tokens.rows_of(state) if self.is_traceable else tokens.indices_of(state) for state in hidden_states]
         with without_autocast(hidden_states[0].device):
-            return self._estimator.summarize(hidden_states, indices)
+            return self._estimator.summarize(hidden_states, rows)
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
         estimator = self._estimator
@@ -128,7 +133,7 @@ class IStar(Penalty):
             return super().combine(summaries)
         covariance, weight = self.shrinkage_covariance, self.weight
         result = estimator.evaluate(summaries, covariance, self.sync, self.group, weight)
-        self.last = result.make_terms
+        self.last = result._replace(value=result.value.detach()).make_terms
         if result.is_undefined is not None:
             self.undefined.add(result.is_undefined, self.measure)
         return result.value

@@ -41,6 +41,11 @@ class RandomDirection(IStar):
         super().__post_init__()
         self._rotation: Tensor | None = None
 
+    @property
+    def is_traceable(self) -> bool:
+        """False: the rotation is made in the first pass."""
+        return False
+
     def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
         """Summarize hidden states as `IStar` does, with a rotation of their gradients in the backward pass."""
         rotated = [_RotateGradient.apply(state, self._rotation_for(state)) for state in hidden_states]

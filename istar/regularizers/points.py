@@ -212,6 +212,7 @@ class Tokens:
     num_left_out: int = field(default=0, init=False)
     # By the shape of the hidden states, `(batch, tokens)`, which is the same for most layers of a pass.
     _indices: dict[torch.Size, Tensor | None] = field(default_factory=dict, init=False)
+    _row_mask: Tensor | None = field(default=None, init=False)
 
     def indices_of(self, hidden_state: Tensor) -> Tensor | None:
         """Return the row indices of the points in a hidden state flattened to `(n, d)`; None if all rows count.
@@ -236,13 +237,28 @@ class Tokens:
             self.num_left_out += num_before - len(kept_indices)
         return kept_indices
 
+    def rows_of(self, hidden_state: Tensor) -> Tensor | None:
+        """Return the rows that count as `indices_of`, but in a graph of torch.compile as a bool mask `(n,)`.
+
+        The number of indices depends on the data, which a graph does not know. The tokens must then be all that are
+        not padding, without a sample.
+        """
+        if not torch.compiler.is_compiling():
+            return self.indices_of(hidden_state)
+        self._check_hidden_state(hidden_state)
+        mask = non_padding_mask(self.attention_mask)
+        if mask is not None and self._row_mask is None:
+            self._row_mask = mask.reshape(-1) != 0
+        return self._row_mask
+
     def prepare(self) -> None:
         """Compute the indices that the layers share before they exist, if the mask alone decides them.
 
-        On a GPU, this waits for the device, which takes the less time the earlier in the forward pass it is done.
+        On a GPU, this waits for the device, which takes the less time the earlier in the forward pass it is done. A
+        graph of torch.compile needs no indices.
         """
         mask = self.attention_mask
-        if self.points.which != "all" or not isinstance(mask, Tensor):
+        if self.points.which != "all" or not isinstance(mask, Tensor) or torch.compiler.is_compiling():
             return
         shape = mask.shape[:1] + mask.shape[-1:]
         if mask_fits(mask, (*shape, 1)):

@@ -85,15 +85,25 @@ def test_the_first_call_may_be_of_a_step_that_is_not_due():
     assert [reading.step for reading in monitor.readings] == [2]
 
 
-def test_a_model_that_was_compiled_before_is_not_read_which_is_said_once():
+def test_a_model_that_was_compiled_and_called_before_is_compiled_anew():
     model = make_bert().float()
     compiled = torch.compile(model, backend="aot_eager")
     train(model, None, list(make_batches(1)), compiled)
     monitor = istar.Monitor(model, every=1)
-    with pytest.warns(UserWarning, match=r"nothing was read at step 0: .*compiled and called before the monitor"):
-        train(model, monitor, list(make_batches(1)), compiled)
     with no_warnings():
         train(model, monitor, list(make_batches(2)), compiled)
+    assert [reading.step for reading in monitor.readings] == [0, 1]
+
+
+def test_code_of_another_model_of_the_class_is_used_again_which_is_said_once():
+    watched, other = make_bert().float(), make_bert().float()
+    monitor = istar.Monitor(watched, every=1)
+    train(other, None, list(make_batches(1)), torch.compile(other, backend="aot_eager"))
+    compiled = torch.compile(watched, backend="aot_eager")
+    with pytest.warns(UserWarning, match=r"nothing was read at step 0: .*compiled code of another model"):
+        train(watched, monitor, list(make_batches(1)), compiled)
+    with no_warnings():
+        train(watched, monitor, list(make_batches(2)), compiled)
     assert monitor.readings == []
 
 
