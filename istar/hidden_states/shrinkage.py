@@ -160,6 +160,7 @@ def hidden_state_moments(
                         sums[widths] = LayerSums(layers)
                     sums[widths].add(layers)
                     num_points_so_far += num_points_in_batch
+                del layers  # Otherwise, the states of two batches would be in memory.
     finally:
         reader.remove()
     # Without data, the result is empty. A process without data needs the width of the others for the all-reduce.
@@ -184,7 +185,7 @@ def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
 def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[str]) -> Any:
     if isinstance(batch, Mapping):
         batch = {name: value for name, value in batch.items() if name not in ignored_names}
-    # CUDA copies pageable memory before the call returns, and the host goes on.
+    # The host does not wait for a GPU. CUDA reads memory that is not pinned before `to` returns.
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
 

@@ -7,11 +7,11 @@ import torch
 from istar.measures.layer_sums import LayerSums
 from istar.measures.moments import Moments
 
-WIDTH = 32
+WIDTH = 33
 
 
 def make_batches(mean: float, num_rows: int, shares: tuple[float, ...], dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Return batches of three layers with different scales, and means of this many deviations."""
+    """Return batches of three layers with different deviations, and a mean of so many times the first of them."""
     generator = torch.Generator().manual_seed(3)
     mixing = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
     batches = []
@@ -19,8 +19,8 @@ def make_batches(mean: float, num_rows: int, shares: tuple[float, ...], dtype: t
         batches.append([])
         for scale in (1.0, 3.0, 0.2):
             points = torch.randn(round(share * num_rows), WIDTH, generator=generator, dtype=torch.float64) @ mixing
-            # Batches have different means, and layers very different ones.
-            batches[-1].append((scale * (points + mean + share * torch.linspace(-1, 1, WIDTH))).to(dtype))
+            # Nearly the same mean in all layers, so that nothing but the deviations is left in the covariance.
+            batches[-1].append((scale * points + mean + share * torch.linspace(-1, 1, WIDTH)).to(dtype))
     return batches
 
 
@@ -49,7 +49,7 @@ def relative_error(moments: Moments, batches: list[list[tuple[torch.Tensor, torc
 @pytest.mark.parametrize("num_rows", [100, 2**18 // WIDTH])
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("mean", [0, 30, 300])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-7), (torch.bfloat16, 5e-7), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-7), (torch.bfloat16, 2e-6), (torch.float64, 1e-12)])
 def test_the_covariance_of_many_batches_is_that_of_all_points_whatever_their_mean(mean, step, num_rows, dtype, bound):
     batches = choose_rows(make_batches(mean, num_rows, (1.0, 0.7, 0.1), dtype), step)
     sums = LayerSums(batches[0])
@@ -58,17 +58,6 @@ def test_the_covariance_of_many_batches_is_that_of_all_points_whatever_their_mea
     moments = sums.moments()
     assert relative_error(moments, batches) < bound
     assert moments.epsilon == torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-
-
-def test_layers_with_small_deviations_keep_their_digits_next_to_each_other():
-    """All layers have the same mean of 300 deviations: nothing but the deviations is left in the covariance."""
-    generator = torch.Generator().manual_seed(0)
-    layers = [[torch.randn(200, WIDTH, generator=generator) + 300 for _ in range(3)] for _ in range(5)]
-    batches = [[(points.view(4, 50, WIDTH), None) for points in batch] for batch in layers]
-    sums = LayerSums(batches[0])
-    for batch in batches:
-        sums.add(batch)
-    assert relative_error(sums.moments(), batches) < 5e-7
 
 
 def test_layers_of_other_shapes_or_with_other_rows_are_not_stacked():
