@@ -45,7 +45,7 @@ def relative_error(moments: Moments, batches: list[list[tuple[torch.Tensor, torc
     return float(np.linalg.norm(moments.covariance().numpy() - expected) / np.linalg.norm(expected))
 
 
-# The layers of the large number of rows exceed a block, and are summed one by one.
+# Each layer with the large number of rows fills a block, so that they are summed one by one.
 @pytest.mark.parametrize("num_rows", [100, 2**18 // WIDTH])
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("mean", [0, 30, 300])
