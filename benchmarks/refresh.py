@@ -8,6 +8,7 @@ the peak of the bare forward pass; on a GPU, the peak of one more call in this p
 
     python -m benchmarks.refresh                   MiniLM, 250,000 points, both precisions; 8 minutes on two idle cores
     python -m benchmarks.refresh --shape bert-base-32x128 --precision bf16 --rounds 6
+    OMP_NUM_THREADS=1 python -m benchmarks.refresh --precision 32 --rounds 10 --points 60000 --processor-time
 """
 
 import argparse
