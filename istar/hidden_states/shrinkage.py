@@ -1,5 +1,6 @@
 """The shrinkage covariance Sigma_S, the covariance of a model's hidden states over part of the training data."""
 
+import functools
 import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,19 +12,23 @@ from torch import Tensor, nn
 
 from istar.errors import UserError
 from istar.hidden_states.attached_penalty import NUM_POINTS
+from istar.hidden_states.call_arguments import Arguments, map_tensors
 from istar.hidden_states.model_modes import eval_mode, preserve_rng_states
 from istar.hidden_states.reader import HiddenStateReader
 from istar.hidden_states.sharding import is_sharded_module
 from istar.measures.accumulator import sum_over_processes, world_size
 from istar.measures.isoscores import check_covariance
-from istar.measures.moments import Moments, merge_moments
-from istar.regularizers.istar import IStar
-from istar.regularizers.points import ALL_POINTS, Layers, Points
+from istar.measures.layer_sums import LayerSums, count_points
+from istar.measures.moments import Moments
+from istar.regularizers.points import ALL_POINTS, Layers, Points, check_same_width
 
 LABEL_NAMES = ("labels", "label", "label_ids", "start_positions", "end_positions")
 """Names of model arguments for labels."""
 PACKING_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Names of arguments for packed documents, which models of transformers take without declaring them."""
+
+Signatures = Mapping[nn.Module, inspect.Signature]
+"""Signatures of the modules that may be called."""
 
 
 def shrinkage_covariance(
@@ -111,7 +116,7 @@ def hidden_state_moments(
     reader = HiddenStateReader(
         model,
         layers,
-        IStar(zeta=0).summarize,
+        lambda states, tokens: [(state, tokens.indices_of(state)) for state in states],
         lambda: True,
         modules=modules,
         points=points,
@@ -119,18 +124,22 @@ def hidden_state_moments(
     )
     device = next(model.parameters()).device
     called_module = _choose_module_to_call(model, reader.head_model if points.need_labels else reader.base_model)
+    signatures = {
+        part: inspect.signature(part.forward) for part in (called_module, reader.base_model, reader.head_model)
+    }
     ignored_names = () if points.need_labels else LABEL_NAMES
     has_other_processes = sync and world_size(group) > 1
-    moments: Moments | None = None
+    # By the widths of the layers: the modules of a user may be called more often in one pass than in another.
+    sums: dict[tuple[int, ...], LayerSums] = {}
+    num_points_so_far = 0
     inputs: Any = None
 
     def has_enough(has_batch: bool) -> bool:
         """Return whether no process has a batch, or all processes together have enough points."""
-        totals = [0.0 if moments is None else float(moments.count), float(has_batch)]
+        totals = [num_points_so_far, int(has_batch)]
         if has_other_processes:
             totals = sum_over_processes(torch.tensor(totals, device=device), group).tolist()
-        num_points_so_far, num_batches = totals
-        return num_batches == 0 or (num_points is not None and num_points_so_far >= num_points)
+        return totals[1] == 0 or (num_points is not None and totals[0] >= num_points)
 
     try:
         with preserve_rng_states(device), eval_mode(model), torch.no_grad():
@@ -141,20 +150,26 @@ def hidden_state_moments(
                 inputs = inputs if batch is None else _prepare_inputs(batch, device, ignored_names)
                 if inputs is None:
                     continue
-                _call_module(called_module, inputs, reader if modules is None else None)
-                layer_moments = reader.take()
-                if batch is not None and layer_moments:
-                    batch_moments = merge_moments(layer_moments)
-                    moments = batch_moments if moments is None else moments.merge(batch_moments)
+                _call_module(called_module, inputs, reader if modules is None else None, signatures)
+                layers = reader.take()
+                num_points_in_batch = 0 if batch is None else sum(count_points(layers))
+                if num_points_in_batch:
+                    widths = tuple(state.shape[-1] for state, _ in layers)
+                    check_same_width(widths)
+                    if widths not in sums:
+                        sums[widths] = LayerSums(layers)
+                    sums[widths].add(layers)
+                    num_points_so_far += num_points_in_batch
+                del layers  # Otherwise, the states of two batches would be in memory.
     finally:
         reader.remove()
-    if not has_other_processes:
-        # Without data, the result is empty; its number of dimensions is meaningless.
-        return Moments(1) if moments is None else moments
-    # A process without data needs moments of the right width to take part in the all-reduce.
-    width = torch.tensor(0 if moments is None else moments.dim, device=device)
-    dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
-    return (Moments(int(width), device) if moments is None else moments).all_reduce(group)
+    # Without data, the result is empty. A process without data needs the width of the others for the all-reduce.
+    width = torch.tensor(max((widths[0] for widths in sums), default=1), device=device)
+    if has_other_processes:
+        dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
+    all_moments = (layer_sums.moments() for layer_sums in sums.values())
+    moments = functools.reduce(Moments.merge, all_moments, Moments(int(width), device))
+    return moments.all_reduce(group) if has_other_processes else moments
 
 
 def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
@@ -169,21 +184,16 @@ def _choose_module_to_call(model: nn.Module, module: nn.Module) -> nn.Module:
 
 def _prepare_inputs(batch: Any, device: torch.device, ignored_names: Sequence[str]) -> Any:
     if isinstance(batch, Mapping):
-        return {
-            name: _prepare_inputs(value, device, ignored_names)
-            for name, value in batch.items()
-            if name not in ignored_names
-        }
-    if isinstance(batch, list | tuple):
-        return [_prepare_inputs(value, device, ignored_names) for value in batch]
-    return batch.to(device) if isinstance(batch, Tensor) else batch
+        batch = {name: value for name, value in batch.items() if name not in ignored_names}
+    # The host does not wait for a GPU. CUDA reads memory that is not pinned before `to` returns.
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
 
 
-def _call_module(module: nn.Module, inputs: Any, reader: HiddenStateReader | None) -> None:
+def _call_module(module: nn.Module, inputs: Any, reader: HiddenStateReader | None, signatures: Signatures) -> None:
     """Call a module with a batch; `reader` reads a transformers model, and is None for other models."""
     named = inputs if isinstance(inputs, Mapping) else {}
-    unnamed = inputs if isinstance(inputs, list) else [] if inputs is named else [inputs]
-    fault = "" if reader is None else _find_fault(module, named, unnamed, reader)
+    unnamed = inputs if isinstance(inputs, list | tuple) else [] if inputs is named else [inputs]
+    fault = "" if reader is None else _find_fault(module, named, unnamed, reader, signatures)
     if reader is not None:
         reader.batch = named
     if reader is not None and module is reader.base_model:
@@ -191,7 +201,7 @@ def _call_module(module: nn.Module, inputs: Any, reader: HiddenStateReader | Non
         # The heads for multiple choice flatten ids of shape (batch, choices, tokens).
         if isinstance(ids, Tensor) and ids.dim() == 3 and not ids.is_floating_point():
             module = reader.head_model
-    signature = inspect.signature(module.forward)
+    signature = signatures[module]
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if reader is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
         named = {name: value for name, value in named.items() if name in signature.parameters}
@@ -209,7 +219,9 @@ def _call_module(module: nn.Module, inputs: Any, reader: HiddenStateReader | Non
     module(*unnamed, **named)
 
 
-def _find_fault(module: nn.Module, named: Mapping[str, Any], unnamed: list[Any], reader: HiddenStateReader) -> str:
+def _find_fault(
+    module: nn.Module, named: Arguments, unnamed: Sequence[Any], reader: HiddenStateReader, signatures: Signatures
+) -> str:
     base_model: Any = reader.base_model
     parts = (base_model, reader.head_model)
     # The order of arguments differs between models: labels could become token types.
@@ -218,7 +230,7 @@ def _find_fault(module: nn.Module, named: Mapping[str, Any], unnamed: list[Any],
     if base_model.main_input_name != "input_ids":
         return ""
     # Most models ignore unknown names, as training does. Without a mask, one of the names may be the mask.
-    known = {name for part in (module, *parts) for name in inspect.signature(part.forward).parameters}
+    known = {name for signature in signatures.values() for name in signature.parameters}
     unknown = [name for name in named if name not in known and name not in PACKING_NAMES]
     if unknown and "attention_mask" not in named:
         return f"the unknown names {', '.join(unknown)} and no attention_mask"
@@ -232,15 +244,10 @@ def _find_fault(module: nn.Module, named: Mapping[str, Any], unnamed: list[Any],
         return f"input_ids of type {type(ids).__name__}"
     if ids is not None and ids.dim() != 2 and (ids.dim() != 3 or base_model is reader.head_model):
         return f"input_ids of shape {tuple(ids.shape)}"
-    if named.get("encoder_hidden_states") is None and _attends_to_encoder(base_model):
-        name = type(base_model).__name__
-        return f"no encoder_hidden_states, such as model.get_encoder()(source_ids)[0], to which {name} attends"
+    if named.get("encoder_hidden_states") is None and "encoder_hidden_states" in signatures[base_model].parameters:
+        # The two stacks of T5 have one class, with an attribute `is_decoder`.
+        is_second_stack = base_model.config.is_encoder_decoder and getattr(base_model, "is_decoder", True)
+        if is_second_stack or getattr(base_model.config, "add_cross_attention", False):
+            name = type(base_model).__name__
+            return f"no encoder_hidden_states, such as model.get_encoder()(source_ids)[0], to which {name} attends"
     return ""
-
-
-def _attends_to_encoder(base_model: Any) -> bool:
-    if "encoder_hidden_states" not in inspect.signature(base_model.forward).parameters:
-        return False
-    # The two stacks of T5 have one class, with an attribute `is_decoder`.
-    is_second_stack = base_model.config.is_encoder_decoder and getattr(base_model, "is_decoder", True)
-    return is_second_stack or getattr(base_model.config, "add_cross_attention", False)

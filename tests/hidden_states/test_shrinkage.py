@@ -1,8 +1,12 @@
 """The shrinkage covariance of a model's hidden states, and the state that its computation must not change."""
 
 import copy
+import inspect
 import math
 import random
+import sys
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +15,12 @@ import torch
 import transformers as hf
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from istar.errors import NonFiniteError, UserError
 from istar.hidden_states import PenaltySettings, attach, attach_with_settings, shrinkage_covariance
-from istar.regularizers import CosReg, IStar
+from istar.regularizers import CosReg, IStar, Points
 from tests.oracles import stack
 
 WIDTH = 16
@@ -357,3 +362,112 @@ def test_a_step_claims_one_refresh() -> None:
         watch.penalty.shrinkage_covariance = torch.eye(WIDTH)
         claims = [watch.claim_refresh(step, is_epoch_start=False) for step in (1, 2, 2, 3, 4)]
     assert claims == [False, True, False, False, True]
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts the operations of torch by name, except views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if not func.is_view and name not in ("aten._unsafe_view", "aten.empty", "aten.empty_like"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operations(call: Callable[[], object]) -> Counter[str]:
+    with CountedOperations() as mode:
+        call()
+    return mode.counts
+
+
+def count_signatures(call: Callable[[], object]) -> int:
+    """Return how often `inspect.signature` is called, by whatever name."""
+    num_calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call" and frame.f_code is inspect.signature.__code__
+
+    previous = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(previous)
+    return num_calls
+
+
+def run_pass(model: Any, batch: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        model.base_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+
+
+@pytest.mark.parametrize("num_points", [None, 10**6])
+# Layers of the large size exceed a block of a CPU, and are summed one by one.
+@pytest.mark.parametrize(("width", "size", "tokens", "most"), [(WIDTH, 3, 6, 10), (256, 16, 64, 34)])
+def test_a_batch_costs_few_operations_and_no_signatures_next_to_its_pass(num_points, width, size, tokens, most):
+    torch.manual_seed(0)
+    model = hf.BertForSequenceClassification(
+        hf.BertConfig(**{**SHAPE, "hidden_size": width, "num_hidden_layers": 6})
+    ).eval()
+    batches = make_batches(4, size, tokens)
+
+    def count_for_last_batch(count: Callable[[Callable[[], object]], Any]) -> Any:
+        """Return the count of a refresh with the last batch, minus that without it and that of its forward pass."""
+        with_last, without_last = (
+            count(lambda: shrinkage_covariance(model, data, num_points))  # noqa: B023
+            for data in (batches, batches[:-1])
+        )
+        return with_last - without_last - count(lambda: run_pass(model, batches[-1]))
+
+    assert count_for_last_batch(count_signatures) == 0
+    counts = count_for_last_batch(count_operations)
+    assert counts.total() <= most, counts
+    # Only the mask decides how many rows count; nothing else is read from the device.
+    assert counts["aten.nonzero"] == 1
+    assert counts["aten._local_scalar_dense"] == 0
+
+
+def test_large_means_cost_no_digits():
+    """The last norm adds a bias of 300 deviations to all states of the last layer."""
+    encoder = make_model()
+    encoder.bert.encoder.layer[-1].output.LayerNorm.bias.data.fill_(300)
+    expected, _ = naive_covariance(encoder, make_batches(), [3])
+    error = shrinkage_covariance(encoder, make_batches(), layers=[3]).double() - expected
+    assert error.norm() < 1e-6 * expected.norm()
+
+
+def test_batches_without_points_decide_on_nothing():
+    """The first batch has no labels: its states are no origin for the sums of the others."""
+    encoder = hf.BertForTokenClassification(make_model().config).eval()
+    data = [{**batch, "labels": torch.where(batch["attention_mask"] == 1, 1, -100)} for batch in make_batches()]
+    data[0]["labels"] = torch.full_like(data[0]["labels"], -100)
+    actual = shrinkage_covariance(encoder, data, points=Points("completion"))
+    assert_close(actual, shrinkage_covariance(encoder, make_batches()[1:]))
+
+
+def test_modules_may_be_called_more_often_in_one_pass_than_in_another():
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, points: torch.Tensor, num_calls: int) -> torch.Tensor:
+            for _ in range(num_calls):
+                points = self.layer(points)
+            return points
+
+    tower = Tower()
+    batches = [{"points": torch.randn(10, 4), "num_calls": num_calls} for num_calls in (2, 1, 3)]
+    states = []
+    for batch in batches:
+        points = batch["points"]
+        for _ in range(batch["num_calls"]):
+            points = tower.layer(points)
+            states.append(points.detach())
+    actual = shrinkage_covariance(tower, batches, modules=[tower.layer])
+    assert_close(actual, torch.cat(states).double().T.cov().float(), **CLOSE)
