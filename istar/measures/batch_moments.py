@@ -23,7 +23,7 @@ class BatchMoments(NamedTuple):
     """Moments of a batch of points, or of k batches of equal size; `third` and `fourth` may be missing."""
 
     size: int | Tensor
-    """Number of points of each batch; 0-d if only the device knows it."""
+    """Number of points of each batch: an integer, or a tensor, 0-d or `(k,)`."""
     mean: Tensor
     """Mean m of each batch, `(d,)` or `(k, d)`."""
     scatter: Tensor
@@ -146,11 +146,11 @@ class _MeanAndScatter(torch.autograd.Function):
         dtype = torch.promote_types(layers[0].dtype, torch.float32)
         share: Any = 1 / max(size, 1) if isinstance(size, int) else 1 / size.clamp(min=1).to(dtype)  # a mean of 0
         with matmul_precision(layers[0].device, precision):
-            points = _stack_rows(layers, rows)
+            points = stack_rows(layers, rows)
             is_counted = isinstance(size, int) and size > 0
             means = points.mean(1, dtype=dtype) if is_counted else points.sum(1, dtype=dtype) * share
             factors = _center(points, means, rows, precision, is_owned=len(layers) > 1 or rows is not None)
-            scatter = _multiply_by_itself(factors.flatten(0, 1), dtype)
+            scatter = multiply_by_itself(factors.flatten(0, 1), dtype)
             if is_exact:
                 # Correct the means and the scatter for the rounding errors of the means.
                 residuals = factors.sum(1)
@@ -172,7 +172,7 @@ class _MeanAndScatter(torch.autograd.Function):
                 [factors] = saved
             else:
                 is_owned = len(saved) > 1 or rows is not None
-                factors = _center(_stack_rows(saved, rows), means.to(dtype), rows, precision, is_owned)
+                factors = _center(stack_rows(saved, rows), means.to(dtype), rows, precision, is_owned)
             rounded = {"out": factors.new_empty(grad_scatter.shape)} if precision == "bf16" else {}
             symmetric_grad = torch.add(grad_scatter, grad_scatter.T, **rounded)
             gradient = _matmul(factors.flatten(0, 1), symmetric_grad, dtype).view(factors.shape)
@@ -185,7 +185,7 @@ class _MeanAndScatter(torch.autograd.Function):
         return None, None, None, None, *gradient.unbind()
 
 
-def _stack_rows(layers: Sequence[Tensor], rows: Tensor | None) -> Tensor:
+def stack_rows(layers: Sequence[Tensor], rows: Tensor | None) -> Tensor:
     """Return layers `(n, d)` as `(k, rows, d)`: the rows at indices, or all, with zeros where a mask is false.
 
     Without rows, a single layer is not copied.
@@ -210,7 +210,7 @@ def _center(points: Tensor, means: Tensor, rows: Tensor | None, precision: Preci
     return centered.masked_fill_(~rows[:, None], 0) if rows is not None and rows.dtype == torch.bool else centered
 
 
-def _multiply_by_itself(factors: Tensor, dtype: torch.dtype) -> Tensor:
+def multiply_by_itself(factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the symmetric product F^T F `(d, d)` of factors `(n, d)` in `dtype`.
 
     A CPU computes little more than its upper half, which takes two thirds of the time at width 768.

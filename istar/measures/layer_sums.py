@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from istar.measures.batch_moments import BatchMoments, layers_per_block
+from istar.measures.batch_moments import BatchMoments, layers_per_stack, multiply_by_itself, stack_rows
 from istar.measures.moments import Moments, merge_moments
 from istar.measures.numerics import accumulation_dtype, full_precision
 
@@ -26,34 +26,31 @@ class LayerSums:
 
     def __init__(self, layers: LayerPoints) -> None:
         dtype = torch.float64 if torch.float64 in {points.dtype for points, _ in layers} else torch.float32
-        sums = torch.cat([_stack_rows([layer]).sum(1, dtype=dtype) for layer in layers])
+        sums = torch.cat([_stack([layer]).sum(1, dtype=dtype) for layer in layers])
         self._origins = sums / sums.new_tensor(count_points(layers)).clamp(min=1)[:, None]
         self._counts = [0] * len(layers)
         self._totals = torch.zeros_like(sums, dtype=accumulation_dtype(sums.device))
-        self._upper_scatter = self._totals.new_zeros(sums.shape[1], sums.shape[1])
+        self._scatter = self._totals.new_zeros(sums.shape[1], sums.shape[1])
 
     def add(self, layers: LayerPoints) -> None:
-        """Add a batch. Small layers of the same shape, dtype and indices are stacked, as many as fit into a block."""
+        """Add a batch. Small layers of the same shape, dtype and indices are stacked."""
         are_alike = len({(points.shape, points.dtype, id(indices)) for points, indices in layers}) == 1
-        block_length = layers_per_block(layers[0][0]) if are_alike else 1
+        length = layers_per_stack(layers[0][0]) if are_alike else 1
+        stacks = [slice(start, start + length) for start in range(0, len(layers), length)]
         totals = torch.empty_like(self._origins)
-        upper_scatter = torch.zeros_like(self._upper_scatter, dtype=totals.dtype)
         with full_precision(totals.device):
-            for start in range(0, len(layers), block_length):
-                block = slice(start, start + block_length)
-                centered = _stack_rows(layers[block]) - self._origins[block, None]
-                torch.sum(centered, 1, out=totals[block])
-                _add_upper_product(upper_scatter, centered.flatten(0, 1))
+            for stack in stacks:
+                centered = _stack(layers[stack]) - self._origins[stack, None]
+                torch.sum(centered, 1, out=totals[stack])
+                self._scatter += multiply_by_itself(centered.flatten(0, 1), totals.dtype)
         self._totals += totals
-        self._upper_scatter += upper_scatter
         self._counts = [total + count for total, count in zip(self._counts, count_points(layers), strict=True)]
 
     def moments(self) -> Moments:
         """Return the moments of the points of all layers together."""
         counts = self._totals.new_tensor(self._counts)
         shifts = self._totals / counts.clamp(min=1)[:, None]
-        scatter = self._upper_scatter.triu() + self._upper_scatter.triu(1).T
-        scatter.addmm_(shifts.T, self._totals, alpha=-1)
+        scatter = self._scatter.addmm(shifts.T, self._totals, alpha=-1)
         moments = merge_moments([BatchMoments(counts, self._origins + shifts, scatter)])
         moments.epsilon.fill_(torch.finfo(self._origins.dtype).eps)
         return moments
@@ -64,19 +61,6 @@ def count_points(layers: LayerPoints) -> list[int]:
     return [points.shape[:-1].numel() if indices is None else len(indices) for points, indices in layers]
 
 
-def _stack_rows(layers: LayerPoints) -> Tensor:
+def _stack(layers: LayerPoints) -> Tensor:
     """Return the points `(k, n, d)` of k layers with the same indices."""
-    flat_layers = [points.flatten(0, -2) for points, _ in layers]
-    stacked = flat_layers[0][None] if len(layers) == 1 else torch.stack(flat_layers)
-    indices = layers[0][1]
-    return stacked if indices is None else stacked.index_select(1, indices)
-
-
-def _add_upper_product(total: Tensor, factors: Tensor) -> None:
-    """Add F^T F of the factors F `(n, d)` to the upper triangle of `total` `(d, d)`.
-
-    The product is symmetric, so its lower left quarter is left out.
-    """
-    half = factors.shape[1] // 2
-    total[:half].addmm_(factors[:, :half].T, factors)
-    total[half:, half:].addmm_(factors[:, half:].T, factors[:, half:])
+    return stack_rows([points.flatten(0, -2) for points, _ in layers], layers[0][1])

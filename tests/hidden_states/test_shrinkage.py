@@ -373,7 +373,7 @@ class CountedOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket)
-        if not func.is_view and name not in ("aten._unsafe_view", "aten.empty", "aten.empty_like"):
+        if not func.is_view and name not in ("aten._unsafe_view", "aten.empty", "aten.empty_like", "aten.new_empty"):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -408,7 +408,7 @@ def run_pass(model: Any, batch: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("num_points", [None, 10**6])
 # Layers of the large size exceed a block of a CPU, and are summed one by one.
-@pytest.mark.parametrize(("width", "size", "tokens", "most"), [(WIDTH, 3, 6, 10), (256, 16, 64, 34)])
+@pytest.mark.parametrize(("width", "size", "tokens", "most"), [(WIDTH, 3, 6, 10), (256, 16, 64, 50)])
 def test_a_batch_costs_few_operations_and_no_signatures_next_to_its_pass(num_points, width, size, tokens, most):
     torch.manual_seed(0)
     model = hf.BertForSequenceClassification(
