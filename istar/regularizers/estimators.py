@@ -23,7 +23,7 @@ from istar.measures.isoscores import (
     unchecked_shrinkage_intensity,
 )
 from istar.measures.moments import FourthMoments, Moments, merge_moments
-from istar.measures.numerics import is_rounding
+from istar.measures.numerics import is_rounding, without_autocast
 from istar.regularizers.base import Terms
 
 
@@ -42,7 +42,8 @@ class Estimator(ABC):
             hidden_states: `(batch, tokens, d)` or `(n, d)` for each layer.
             indices: for each layer, the rows of the hidden state, flattened to `(n, d)`, that are points; None for all.
         """
-        return [fourth_moments(state, indices=rows) for state, rows in zip(hidden_states, indices, strict=True)]
+        with without_autocast(hidden_states[0].device):
+            return [fourth_moments(state, indices=rows) for state, rows in zip(hidden_states, indices, strict=True)]
 
     def estimate(
         self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None

@@ -15,7 +15,6 @@ from torch import Tensor
 from istar.errors import OptionError, UserError, check_number_or_word, check_one_of
 from istar.measures.batch_moments import Precision
 from istar.measures.isoscores import check_covariance
-from istar.measures.numerics import without_autocast
 from istar.regularizers import estimators
 from istar.regularizers.base import Penalty, Terms
 from istar.regularizers.points import Layers, Tokens
@@ -58,7 +57,7 @@ class IStar(Penalty):
     shrinkage covariance)."""
     compute: str | None = None
     """Precision of the penalty's matrix products with the points: float32, tf32 (float32 on devices other than CUDA) or
-    bf16. None is float32, but tf32 under autocast on CUDA, and in a run what trainer.precision allows."""
+    bf16. None is float32, but tf32 for states of half precision on CUDA, and in a run what trainer.precision allows."""
     shrinkage_covariance: Tensor | None = field(init=False)
 
     reference = "rudman2024stable"
@@ -124,8 +123,7 @@ class IStar(Penalty):
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
             raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
         rows = [tokens.rows_of(state) if self.is_traceable else tokens.indices_of(state) for state in hidden_states]
-        with without_autocast(hidden_states[0].device):
-            return self._estimator.summarize(hidden_states, rows)
+        return self._estimator.summarize(hidden_states, rows)
 
     def combine(self, summaries: Sequence[Any]) -> Tensor:
         estimator = self._estimator

@@ -85,7 +85,9 @@ class ShrinkageEstimator(Estimator):
 
     def summarize(self, hidden_states: Sequence[Tensor], rows: Sequence[Tensor | None]) -> list[Any]:
         """Return the moments of stacks of layers."""
-        precision = self._compute or default_precision(hidden_states[0].device)
+        first = hidden_states[0]
+        is_autocast = torch.is_autocast_enabled(first.device.type)
+        precision = self._compute or default_precision(first.device.type, first.dtype, is_autocast)
         return mean_and_scatter_of_layers(hidden_states, rows, precision)
 
     def estimate(
@@ -150,13 +152,14 @@ class ShrinkageEstimator(Estimator):
         return ScoreResult(value, trace, norm, is_undefined, num_points, dim)
 
 
-def default_precision(device: torch.device) -> Precision:
-    """Return the precision of products with the points on a device: float32, or TF32 under autocast on CUDA.
+def default_precision(device_type: str, dtype: torch.dtype, is_autocast: bool) -> Precision:
+    """Return the precision of products with hidden states: float32, or TF32 for states of half precision on CUDA.
 
-    The states of a model under autocast have the errors of bfloat16 or float16 products. TF32 products add relative
-    errors of 5e-7 to the score, and of 2e-4 to the gradient (emulated, for MiniLM).
+    These are states in bfloat16 or float16, and states of a model under autocast, which have the errors of its
+    products. TF32 adds relative errors of 5e-7 to the score, and of 2e-4 to the gradient (emulated, for MiniLM).
     """
-    return "tf32" if device.type == "cuda" and torch.is_autocast_enabled("cuda") else "float32"
+    is_half = is_autocast or torch.finfo(dtype).bits == 16
+    return "tf32" if is_half and device_type == "cuda" else "float32"
 
 
 @dataclass(frozen=True)

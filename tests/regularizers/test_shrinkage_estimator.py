@@ -16,7 +16,7 @@ from istar.hidden_states import attach
 from istar.measures import batch_moments
 from istar.measures.batch_moments import mask_to_indices, mean_and_scatter, mean_and_scatter_of_layers
 from istar.measures.moments import merge_moments
-from istar.regularizers import IStar
+from istar.regularizers import IStar, shrinkage_estimator
 from istar.regularizers.shrinkage_estimator import ShrinkageEstimator, default_precision
 from tests.forks import compute_in_group
 from tests.oracles import algorithm_1, stack
@@ -194,10 +194,31 @@ def test_processes_exchange_their_sums_once(tmp_path: Path) -> None:
     assert compute_in_group(count_collectives, (), 2, tmp_path) == [[1, 0]] * 2
 
 
-def test_precision_of_products_on_a_cpu() -> None:
-    """Autocast does not change the products of the penalty, which CUDA then computes in TF32."""
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "is_autocast", "expected"),
+    [
+        ("cpu", torch.bfloat16, True, "float32"),
+        ("cuda", torch.float32, False, "float32"),
+        ("cuda", torch.float32, True, "tf32"),
+        ("cuda", torch.bfloat16, False, "tf32"),
+        ("cuda", torch.float64, False, "float32"),
+    ],
+)
+def test_precision_of_products(device_type: str, dtype: torch.dtype, is_autocast: bool, expected: str) -> None:
+    assert default_precision(device_type, dtype, is_autocast) == expected
+
+
+def test_precision_of_products_depends_on_the_autocast_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = []
+
+    def record(*args: Any) -> str:
+        arguments.append(args)
+        return default_precision(*args)
+
+    monkeypatch.setattr(shrinkage_estimator, "default_precision", record)
     with torch.autocast("cpu", torch.bfloat16):
-        assert default_precision(torch.device("cpu")) == "float32"
+        make_penalty(layers="last")(make_states(0.0))
+    assert arguments == [("cpu", torch.float32, True)]
 
 
 def test_layers_of_four_million_numbers_are_not_copied_into_a_stack() -> None:
