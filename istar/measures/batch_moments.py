@@ -99,15 +99,16 @@ def mean_and_scatter_of_layers(
     """
     stacks: list[tuple[list[Tensor], Tensor | None]] = []
     latest_kind: Any = None
+    num_free_places = 0
     for layer, layer_rows in zip(layers, rows, strict=True):
         # A layer without a gradient would cost a product in the backward pass for nothing.
         kind = layer.shape, layer.dtype, layer.device, layer.requires_grad
-        fits = kind == latest_kind and layer_rows is stacks[-1][1]
-        if fits and len(stacks[-1][0]) < layers_per_stack(layer):
+        if num_free_places and kind == latest_kind and layer_rows is stacks[-1][1]:
             stacks[-1][0].append(layer)
         else:
             stacks.append(([layer], layer_rows))
-        latest_kind = kind
+            latest_kind, num_free_places = kind, layers_per_stack(layer)
+        num_free_places -= 1
     return [_compute_moments(stack, stack_rows, precision, is_exact=False) for stack, stack_rows in stacks]
 
 
@@ -123,16 +124,14 @@ def _compute_moments(
     layers: Sequence[Tensor], rows: Tensor | None, precision: Precision, is_exact: bool
 ) -> BatchMoments:
     """Return the moments of layers of the same shape as a stack; the arguments are as in `_MeanAndScatter`."""
-    # `reshape` would add an operation to the autograd graph in any case.
-    flat_layers = [layer if layer.dim() == 2 else layer.reshape(-1, layer.shape[-1]) for layer in layers]
-    size: int | Tensor = len(flat_layers[0]) if rows is None else len(rows)
+    size: int | Tensor = layers[0].shape[:-1].numel() if rows is None else len(rows)
     if rows is not None and rows.dtype == torch.bool:
         size = rows.sum()
-    return BatchMoments(size, *_MeanAndScatter.apply(rows, size, precision, is_exact, *flat_layers))
+    return BatchMoments(size, *_MeanAndScatter.apply(rows, size, precision, is_exact, *layers))
 
 
 class _MeanAndScatter(torch.autograd.Function):
-    """Autograd function of the moments of k layers of points `(n, d)`, of which `size` count in each layer.
+    """Autograd function of the moments of k layers of points `(..., d)`, of which `size` count in each layer.
 
     It returns the means `(k, d)` and the sum of the scatter matrices `(d, d)`. Plain autograd would need two products
     in the backward pass, and would save a centered copy of the points. This function needs one product, and saves only
@@ -181,16 +180,17 @@ class _MeanAndScatter(torch.autograd.Function):
             if rows is not None and rows.dtype == torch.bool:
                 gradient = gradient.masked_fill_(~rows[:, None], 0)
             elif rows is not None:
-                gradient = gradient.new_zeros(shape).index_copy_(1, rows, gradient)
-        return None, None, None, None, *gradient.unbind()
+                gradient = gradient.new_zeros(shape).flatten(1, -2).index_copy_(1, rows, gradient)
+        return None, None, None, None, *gradient.view(shape).unbind()
 
 
 def stack_rows(layers: Sequence[Tensor], rows: Tensor | None) -> Tensor:
-    """Return layers `(n, d)` as `(k, rows, d)`: the rows at indices, or all, with zeros where a mask is false.
+    """Return layers `(..., d)` as `(k, rows, d)`: the rows at indices, or all, with zeros where a mask is false.
 
-    Without rows, a single layer is not copied.
+    Without rows, a single contiguous layer is not copied.
     """
     points = layers[0][None] if len(layers) == 1 else torch.stack(list(layers))
+    points = points.flatten(1, -2)
     if rows is None:
         return points
     return points.masked_fill(~rows[:, None], 0) if rows.dtype == torch.bool else points.index_select(1, rows)

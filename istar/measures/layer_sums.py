@@ -63,4 +63,4 @@ def count_points(layers: LayerPoints) -> list[int]:
 
 def _stack(layers: LayerPoints) -> Tensor:
     """Return the points `(k, n, d)` of k layers with the same indices."""
-    return stack_rows([points.flatten(0, -2) for points, _ in layers], layers[0][1])
+    return stack_rows([points for points, _ in layers], layers[0][1])
