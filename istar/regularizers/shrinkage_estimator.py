@@ -325,7 +325,9 @@ def _differentiate(
     """Return the gradients of a function, times `grad`, with the graph for further derivatives."""
     if is_undefined is not None and is_undefined:
         return [0 * tensor for tensor in tensors]
-    return torch.autograd.grad(function(*tensors), tensors, grad, create_graph=True, allow_unused=True)
+    inputs = [tensor for tensor in tensors if tensor.requires_grad]
+    gradients = iter(torch.autograd.grad(function(*tensors), inputs, grad, create_graph=True, allow_unused=True))
+    return [next(gradients) if tensor.requires_grad else None for tensor in tensors]
 
 
 @lru_cache(maxsize=64)

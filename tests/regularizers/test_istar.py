@@ -102,6 +102,12 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(name, atte
     assert torch.autograd.gradgradcheck(function, hidden_states, fast_mode=True)
 
 
+def test_second_derivatives_with_a_layer_without_gradient_are_those_of_finite_differences():
+    first, *others = states(layers=3)
+    leaves = [state.requires_grad_() for state in others]
+    assert torch.autograd.gradgradcheck(lambda *layers: make_penalty()([first, *layers]), leaves, fast_mode=True)
+
+
 def test_second_derivatives_with_zeta_auto_are_those_of_the_zeta_of_the_batch():
     """Zeta is a constant in the first derivative, which therefore differs from that of finite differences."""
     hidden_states = [state.requires_grad_() for state in states((2, 3, 4), layers=2)]
