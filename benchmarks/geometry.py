@@ -64,7 +64,7 @@ def main() -> None:
         source = write_random_text(Path(folder) / "text.txt", words, options.tokens)
         blocks = Blocks(tokenizer, settings.length, settings.documents)(source.read_documents())
         batches = [
-            {name: values.to(model.device) for name, values in pad_batch([block.tokens for block in batch], 0).items()}
+            {name: getattr(pad_batch(batch, 0), name).to(model.device) for name in ("input_ids", "attention_mask")}
             for window in sorted_windows(blocks, lambda block: len(block.tokens))
             for batch in split_into_batches(window, lambda block: len(block.tokens), model.device)
         ]

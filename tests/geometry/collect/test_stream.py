@@ -27,7 +27,7 @@ from istar.models import tiny
 from istar.sums import source_sums
 from istar.sums.source_sums import SourceSums
 from istar.texts import corpus, demo
-from istar.texts.corpus import Block, Source
+from istar.texts.corpus import Source
 from tests import oracles
 
 SENTENCES = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
@@ -181,8 +181,8 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
     batch_lengths: list[list[int]] = []
     reader = Stream(bert(), TOKENIZER, MeasureSettings(32, batch_tokens=6 * 16, sample=0))
 
-    def record_lengths(statistics: SourceSums, batches: list[list[Block]], keys: Any) -> None:
-        batch_lengths.extend([len(block.tokens) for block in blocks] for blocks in batches)
+    def record_lengths(statistics: SourceSums, update: Any) -> None:
+        batch_lengths.extend(batch.attention_mask.sum(1).tolist() for batch in update.batches)
 
     monkeypatch.setattr(reader, "_update_statistics", record_lengths)
     reader([source], lambda statistics: None)
@@ -221,11 +221,11 @@ def test_states_are_limited(max_tokens: int, max_bytes: int, source: Source, mon
     """Both limits are 100 tokens: the model has three taps of width 24, whose numbers have four bytes in float32."""
     monkeypatch.setattr(stream, "UPDATE_POINTS", max_tokens)
     monkeypatch.setattr(stream, "UPDATE_BYTES", max_bytes)
-    update, tokens_of_batches = Stream._update_statistics, []
+    update_statistics, tokens_of_batches = Stream._update_statistics, []
 
-    def record(self: Stream, statistics: Any, batches: Any, keys: Any) -> None:
-        tokens_of_batches.append([sum(len(block.tokens) for block in batch) for batch in batches])
-        update(self, statistics, batches, keys)
+    def record(self: Stream, statistics: Any, update: Any) -> None:
+        tokens_of_batches.append([int(batch.attention_mask.sum()) for batch in update.batches])
+        update_statistics(self, statistics, update)
 
     monkeypatch.setattr(Stream, "_update_statistics", record)
     read_statistics(bert(), MeasureSettings(16, batch_tokens=16, sample=0, groups=0), source)
@@ -287,11 +287,11 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     interrupted = Stream(model, TOKENIZER, settings, state_path, "same")
     saved_keys: list[int] = []
 
-    def interrupt(statistics: Any, batches: Any, keys: Any) -> None:
+    def interrupt(statistics: Any, update: Any) -> None:
         if len(saved_keys) > 8:
             raise KeyboardInterrupt
-        Stream._update_statistics(interrupted, statistics, batches, keys)
-        saved_keys.extend(keys)
+        Stream._update_statistics(interrupted, statistics, update)
+        saved_keys.extend(update.block_keys)
 
     monkeypatch.setattr(interrupted, "_update_statistics", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -300,9 +300,9 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     resumed = Stream(model, TOKENIZER, settings, state_path, "same")
     resumed_keys: list[int] = []
 
-    def record_keys(statistics: Any, batches: Any, keys: Any) -> None:
-        resumed_keys.extend(keys)
-        Stream._update_statistics(resumed, statistics, batches, keys)
+    def record_keys(statistics: Any, update: Any) -> None:
+        resumed_keys.extend(update.block_keys)
+        Stream._update_statistics(resumed, statistics, update)
 
     monkeypatch.setattr(resumed, "_update_statistics", record_keys)
     measures_by_tap = resumed([source], SourceSums.compute_measures)["text"]
