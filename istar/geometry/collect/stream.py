@@ -191,7 +191,7 @@ class Stream:
 
     def _make_updates(
         self, source: Source, source_index: int, first_position: int, reading: ReadCounts
-    ) -> Generator["_Update", None, None]:
+    ) -> Generator["_Update"]:
         """Yield what is added to the statistics at once: this rank's batches of a source from a position on."""
         max_tokens = min(UPDATE_POINTS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
         for batches in _join_batches(self._iterate_rank_batches(source, first_position, reading), max_tokens):
