@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -296,6 +297,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     monkeypatch.setattr(interrupted, "_update_statistics", interrupt)
     with pytest.raises(KeyboardInterrupt):
         interrupted([source], SourceSums.compute_measures)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_ahead")]
     assert len(list(tmp_path.glob("state.*"))) == 1
     resumed = Stream(model, TOKENIZER, settings, state_path, "same")
     resumed_keys: list[int] = []
@@ -316,6 +318,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     assert reading.tokens == expected_reading.tokens == expected_by_tap["embeddings"]["points"]
     # The time of the interrupted pass counts.
     assert reading.seconds >= resumed.earlier_seconds > 0
+    assert 0 < expected_reading.forward_seconds <= expected_reading.seconds
     # The state is for resuming until the caller has written the result.
     assert len(list(tmp_path.glob("state.*"))) == 1
 
