@@ -241,11 +241,29 @@ class Blocks:
 
     def __call__(self, texts: Iterable[str], reading: ReadCounts | None = None) -> Iterator[Block]:
         """Yield the blocks in document order, and add the documents read to `reading`."""
-        prefix_marks, suffix_marks = b"\1" * len(self._prefix), b"\1" * len(self._suffix)
-        parts = self._tokenize_documents(texts, ReadCounts() if reading is None else reading)
-        for tokens, is_special, document_index in self._cut(parts):
-            block_tokens = [*self._prefix, *tokens, *self._suffix]
-            yield Block(block_tokens, prefix_marks + is_special + suffix_marks, document_index)
+        is_packed, size = self._documents == "packed", self._text_length
+        tokens, is_special, num_documents, num_blocks = list[int](), b"", 0, 0
+
+        def make_block(text: slice) -> Block:
+            return Block(
+                [*self._prefix, *tokens[text], *self._suffix],
+                b"\1" * len(self._prefix) + is_special[text] + b"\1" * len(self._suffix),
+                num_blocks // RUN_LENGTH if is_packed else num_documents,
+            )
+
+        for part in self._tokenize_documents(texts, ReadCounts() if reading is None else reading):
+            separator = self._separator if is_packed and part.is_last else []
+            tokens += [*part.token_ids, *separator]
+            is_special += bytes(len(part.token_ids)) + b"\1" * len(separator)
+            # Tokens that fill no block wait for the next part.
+            end = len(tokens) if part.is_last and not is_packed else len(tokens) // size * size
+            for start in range(0, end, size):
+                yield make_block(slice(start, start + size))
+                num_blocks += 1
+            tokens, is_special = tokens[end:], is_special[end:]
+            num_documents += part.is_last
+        if tokens:
+            yield make_block(slice(None))
 
     def _tokenize_documents(self, texts: Iterable[str], reading: ReadCounts) -> Iterator[TextPart]:
         is_first = True
@@ -256,29 +274,6 @@ class Blocks:
             reading.bytes += len(part.text.encode())
             yield part
             is_first = part.is_last
-
-    def _cut(self, parts: Iterable[TextPart]) -> Iterator[tuple[list[int], bytes, int]]:
-        """Yield the tokens of each block without those around it, which of them are separators, and its document."""
-        is_packed = self._documents == "packed"
-        tokens, is_special = list[int](), b""
-        num_documents = num_pieces = 0
-        for part in parts:
-            tokens += part.token_ids
-            is_special += bytes(len(part.token_ids))
-            if is_packed and part.is_last:
-                tokens += self._separator
-                is_special += b"\1" * len(self._separator)
-            # Tokens that fill no piece wait for the next part.
-            is_complete = part.is_last and not is_packed
-            end = len(tokens) if is_complete else len(tokens) - len(tokens) % self._text_length
-            for start in range(0, end, self._text_length):
-                piece = slice(start, start + self._text_length)
-                yield tokens[piece], is_special[piece], num_pieces // RUN_LENGTH if is_packed else num_documents
-                num_pieces += 1
-            tokens, is_special = tokens[end:], is_special[end:]
-            num_documents += part.is_last
-        if tokens:
-            yield tokens, is_special, num_pieces // RUN_LENGTH
 
 
 def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:

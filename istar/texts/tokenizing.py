@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -56,22 +57,19 @@ def tokenize_parts(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -
 
 def _encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """Return the token ids of each text, without special tokens."""
-
-    def call(some_texts: Sequence[str]) -> list[list[int]]:
-        options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-        # `verbose=False` silences the warning about texts that are longer than the model's input.
-        ids: list[list[int]] = tokenizer(list(some_texts), **options, verbose=False)["input_ids"]
-        return ids
-
-    def encode_fast(some_texts: Sequence[str]) -> list[list[int]]:
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(some_texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    # A fast tokenizer's backend alone takes less time, as it can leave out the places of the tokens in the text. A
-    # trial shows whether a subclass changes the texts. Its call also ends a truncation or padding by the backend.
+    # `verbose=False` silences the warning about texts that are longer than the model's input.
+    names = ("add_special_tokens", "return_attention_mask", "return_token_type_ids", "verbose")
+    options = dict.fromkeys(names, False)
+    # The backend of a fast tokenizer takes less time, because it can leave out the places of the tokens in the text. A
+    # trial shows whether a subclass changes texts. Its call also ends a truncation or padding by the backend.
     trial = [texts[0][:_TRIAL_CHARACTERS]]
-    has_same_ids = tokenizer.is_fast and call(trial) == encode_fast(trial)
-    return encode_fast(texts) if has_same_ids else call(texts)
+    trial_ids = tokenizer(trial, **options)["input_ids"]
+    if tokenizer.is_fast:
+        encode = partial(tokenizer.backend_tokenizer.encode_batch_fast, add_special_tokens=False)
+        if [encoding.ids for encoding in encode(trial)] == trial_ids:
+            return [encoding.ids for encoding in encode(texts)]
+    ids: list[list[int]] = tokenizer(list(texts), **options)["input_ids"]
+    return ids
 
 
 @contextmanager

@@ -1,10 +1,8 @@
 """Runs a model on batches of blocks, and returns the hidden states of their tokens by name."""
 
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,40 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ForwardClock:
-    """Adds up the time of forward passes, without making the host wait for a GPU.
-
-    Attributes:
-        seconds: time of the passes that are over; a GPU's only since the last call of `read`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.seconds = device, 0.0
-        self._events = deque[tuple[torch.cuda.Event, torch.cuda.Event]]()  # start and end of each pass not yet added
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure the pass in a `with` block."""
-        if self._device.type != "cuda":
-            start_time = time.monotonic()
-            yield
-            self.seconds += time.monotonic() - start_time
-            return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(torch.cuda.current_stream(self._device))
-        yield
-        end.record(torch.cuda.current_stream(self._device))
-        self._events.append((start, end))
-
-    def read(self, wait: bool = True) -> float:
-        """Return the seconds of all passes, or without `wait` of those that are over."""
-        while self._events and (wait or self._events[0][1].query()):
-            start, end = self._events.popleft()
-            end.synchronize()
-            self.seconds += start.elapsed_time(end) / 1_000
-        return self.seconds
-
-
 class BlockReader(HiddenStateReader):
     """Reads the hidden states of a model, which must be without a head, in eval mode, and on its devices.
 
@@ -63,7 +27,7 @@ class BlockReader(HiddenStateReader):
     Attributes:
         device: device that inputs go to.
         devices: device of each hidden state in the latest call: of its layer, or the CPU if the layer is offloaded.
-        clock: time of the forward passes of `compute_states`.
+        forward_seconds: time of the forward passes of `compute_states` that `add_forward_seconds` has added.
 
     Raises a `UserError` if the model does not return one hidden state per layer and token.
     """
@@ -77,7 +41,7 @@ class BlockReader(HiddenStateReader):
         are_offloaded = (any(weight.is_meta for weight in module.parameters()) for module in modules)
         self._offloaded = [name for name, is_away in zip(self.names, are_offloaded, strict=False) if is_away]
         self._pad_id, self._has_special_tokens = pad_id, has_special_tokens
-        self.clock = ForwardClock(self.device)
+        self.forward_seconds, self._passes = 0.0, list[tuple[Any, Any]]()  # what `_mark_time` returns around each pass
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -121,14 +85,31 @@ class BlockReader(HiddenStateReader):
             # The states of all other tokens share a last row, which is left out of the result.
             all_rows = torch.full_like(batch.input_ids, num_tokens).masked_scatter_(batch.is_included, batch_rows)
             inputs += [batch.input_ids, batch.attention_mask, all_rows.flatten()]
-        tensors = iter(copy_integers(inputs, self.device))
+        tensors, self._passes = iter(copy_integers(inputs, self.device)), []
         with full_precision(self.device), torch.inference_mode():
             for input_ids, attention_mask, all_rows in zip(tensors, tensors, tensors, strict=True):
-                with self.clock.measure():
-                    states = self({"input_ids": input_ids, "attention_mask": attention_mask})
+                start = self._mark_time()
+                states = self({"input_ids": input_ids, "attention_mask": attention_mask})
+                self._passes.append((start, self._mark_time()))
                 for name, state in states.items():
                     if name not in points:
                         points[name] = state.new_empty(num_tokens + 1, state.shape[-1])
                     points[name].index_copy_(0, all_rows.to(state.device), state.flatten(0, 1))
-        self.clock.read(wait=False)
         return {name: state_points[:num_tokens] for name, state_points in points.items()}
+
+    def add_forward_seconds(self) -> None:
+        """Add the time of the latest `compute_states`; a GPU must have ended its forward passes, or the host waits."""
+        for start, end in self._passes:
+            if self.device.type == "cuda":
+                end.synchronize()
+                self.forward_seconds += start.elapsed_time(end) / 1_000
+            else:
+                self.forward_seconds += end - start
+
+    def _mark_time(self) -> Any:
+        """Return the time, or of a GPU an event, for which the host does not wait."""
+        if self.device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event

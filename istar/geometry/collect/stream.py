@@ -19,7 +19,7 @@ from istar.drawing.terminal import make_console, make_progress
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
 from istar.geometry.collect.item_labels import Labels
-from istar.geometry.collect.layer_outputs import BlockReader, ForwardClock
+from istar.geometry.collect.layer_outputs import BlockReader
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.measures.numerics import accumulation_dtype, check_finite
 from istar.models.archives import load_archive
@@ -136,12 +136,12 @@ class Stream:
         """
         statistics, num_blocks_done, num_tokens_done = self._create_statistics(), 0, 0
         reading = self.readings[source.name] = ReadCounts()
-        earlier_seconds, self.taps.clock = 0.0, ForwardClock(self.taps.device)
+        earlier_seconds, self.taps.forward_seconds = 0.0, 0.0
         path = self._find_state_path(source_index, self._rank)
         if (saved_state := self._load_state(path)) is not None:
             statistics.load_state_dict(saved_state["statistics"])
             num_blocks_done, num_tokens_done = saved_state["blocks"], saved_state["tokens"]
-            earlier_seconds, self.taps.clock.seconds = saved_state["seconds"], saved_state["forward_seconds"]
+            earlier_seconds, self.taps.forward_seconds = saved_state["seconds"], saved_state["forward_seconds"]
             self.earlier_seconds += earlier_seconds
             del saved_state
         start = last_save = time.monotonic()
@@ -155,7 +155,7 @@ class Stream:
                     "blocks": num_blocks_done,
                     "tokens": num_tokens_done,
                     "seconds": earlier_seconds + time.monotonic() - start,
-                    "forward_seconds": self.taps.clock.read(),
+                    "forward_seconds": self.taps.forward_seconds,
                 }
                 with atomic_write(path) as file:
                     torch.save(state, file)
@@ -183,7 +183,7 @@ class Stream:
         save_state()
         if self.num_processes > 1:
             self._merge_ranks(source_index, statistics, num_blocks_done)
-        reading.forward_seconds = self.taps.clock.read()
+        reading.forward_seconds = self.taps.forward_seconds
         # The text may have fewer tokens than the limit.
         description = f"computing the measures of {escape(source.name)}"
         progress.update(task, description=description, total=num_tokens_done, completed=num_tokens_done)
@@ -260,13 +260,14 @@ class Stream:
                 rank_statistics = self._create_statistics()
                 rank_statistics.load_state_dict(saved_state["statistics"])
                 statistics.merge(rank_statistics)
-                self.taps.clock.seconds += saved_state["forward_seconds"]
+                self.taps.forward_seconds += saved_state["forward_seconds"]
         dist.barrier()
 
     def _update_statistics(self, statistics: SourceSums, update: "_Update") -> None:
         """Run the model and add its hidden states."""
         states = self.taps.compute_states(update.batches, update.rows.row_of_point)
         statistics.update(states, update.rows, update.block_keys, update.num_tokens)
+        self.taps.add_forward_seconds()
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
         """Compute the origin of each hidden state's sums, `(d,)` by name: its mean over the beginnings of all sources.
