@@ -165,17 +165,14 @@ class Stream:
         is_counted = self.settings.limit is None and not progress.disable and not source.is_stream
         num_characters = sum(map(len, source.read_documents())) if is_counted else 0
 
-        def advance(num_tokens: int) -> None:
-            total = self.settings.limit or reading.tokens * num_characters / max(reading.characters, 1)
-            progress.update(task, advance=num_tokens, total=total / self.num_processes if total else None)
-
-        # A thread tokenizes, sorts and pads the next blocks, so that a GPU does not wait for them.
+        # The next blocks are tokenized, sorted and padded in a thread, so that a GPU does not wait for them.
         with closing(read_ahead(self._make_updates(source, source_index, num_blocks_done, reading))) as updates:
             for update in updates:
                 self._update_statistics(statistics, update)
                 num_blocks_done = update.end
                 num_tokens_done += sum(update.num_tokens)
-                advance(sum(update.num_tokens))
+                total = self.settings.limit or reading.tokens * num_characters / max(reading.characters, 1)
+                progress.update(task, completed=num_tokens_done, total=total / self.num_processes or None)
                 if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
                     save_state()
                     last_save = time.monotonic()
@@ -192,7 +189,7 @@ class Stream:
     def _make_updates(
         self, source: Source, source_index: int, first_position: int, reading: ReadCounts
     ) -> Generator["_Update"]:
-        """Yield what is added to the statistics at once: this rank's batches of a source from a position on."""
+        """Yield this rank's batches of a source from a position on, as many together as are added at once."""
         max_tokens = min(UPDATE_POINTS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
         for batches in _join_batches(self._iterate_rank_batches(source, first_position, reading), max_tokens):
             blocks = [block for batch in batches for block in batch]
