@@ -64,9 +64,10 @@ def main() -> None:
         source = write_random_text(Path(folder) / "text.txt", words, options.tokens)
         blocks = Blocks(tokenizer, settings.length, settings.documents)(source.read_documents())
         batches = [
-            {name: values.to(model.device) for name, values in pad_batch([block.tokens for block in batch], 0).items()}
+            {"input_ids": batch.input_ids.to(model.device), "attention_mask": batch.attention_mask.to(model.device)}
             for window in sorted_windows(blocks, lambda block: len(block.tokens))
-            for batch in split_into_batches(window, lambda block: len(block.tokens), model.device)
+            for batch_blocks in split_into_batches(window, lambda block: len(block.tokens), model.device)
+            for batch in [pad_batch(batch_blocks, 0)]
         ]
         bare_forward = partial(run_forward, model, batches)
         bare_forward()

@@ -11,6 +11,7 @@ from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, get_args
 
+import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
@@ -206,13 +207,13 @@ class Block(NamedTuple):
     """The tokens of one row of the model's input."""
 
     tokens: list[int]
-    is_special: list[bool]  # whether a token was added to the text (special token or separator)
+    is_special: bytes  # for each token 1 if it was added to the text (special token or separator), else 0
     document_index: int = 0  # index of the document; for packed documents, index of the run of `RUN_LENGTH` blocks
 
     @property
     def num_text_tokens(self) -> int:
         """Number of tokens that belong to the text."""
-        return len(self.tokens) - sum(self.is_special)
+        return self.is_special.count(0)
 
 
 class Blocks:
@@ -240,13 +241,29 @@ class Blocks:
 
     def __call__(self, texts: Iterable[str], reading: ReadCounts | None = None) -> Iterator[Block]:
         """Yield the blocks in document order, and add the documents read to `reading`."""
-        parts = self._tokenize_documents(texts, ReadCounts() if reading is None else reading)
-        prefix_mask, suffix_mask = [True] * len(self._prefix), [True] * len(self._suffix)
-        for piece in self._pack(parts) if self._documents == "packed" else self._cut(parts):
-            yield piece._replace(
-                tokens=[*self._prefix, *piece.tokens, *self._suffix],
-                is_special=[*prefix_mask, *piece.is_special, *suffix_mask],
+        is_packed, size = self._documents == "packed", self._text_length
+        tokens, is_special, num_documents, num_blocks = list[int](), b"", 0, 0
+
+        def make_block(text: slice) -> Block:
+            return Block(
+                [*self._prefix, *tokens[text], *self._suffix],
+                b"\1" * len(self._prefix) + is_special[text] + b"\1" * len(self._suffix),
+                num_blocks // RUN_LENGTH if is_packed else num_documents,
             )
+
+        for part in self._tokenize_documents(texts, ReadCounts() if reading is None else reading):
+            separator = self._separator if is_packed and part.is_last else []
+            tokens += [*part.token_ids, *separator]
+            is_special += bytes(len(part.token_ids)) + b"\1" * len(separator)
+            # Tokens that fill no block wait for the next part.
+            end = len(tokens) if part.is_last and not is_packed else len(tokens) // size * size
+            for start in range(0, end, size):
+                yield make_block(slice(start, start + size))
+                num_blocks += 1
+            tokens, is_special = tokens[end:], is_special[end:]
+            num_documents += part.is_last
+        if tokens:
+            yield make_block(slice(None))
 
     def _tokenize_documents(self, texts: Iterable[str], reading: ReadCounts) -> Iterator[TextPart]:
         is_first = True
@@ -257,31 +274,6 @@ class Blocks:
             reading.bytes += len(part.text.encode())
             yield part
             is_first = part.is_last
-
-    def _cut(self, parts: Iterable[TextPart]) -> Iterator[Block]:
-        tokens: list[int] = []
-        document_index = 0
-        for part in parts:
-            tokens += part.token_ids
-            # Tokens that fill no piece wait for the next part of the document.
-            end = len(tokens) if part.is_last else len(tokens) - len(tokens) % self._text_length
-            for start in range(0, end, self._text_length):
-                piece = tokens[start : start + self._text_length]
-                yield Block(piece, [False] * len(piece), document_index)
-            tokens = tokens[end:]
-            if part.is_last:
-                document_index += 1
-
-    def _pack(self, parts: Iterable[TextPart]) -> Iterator[Block]:
-        for piece_number, piece in enumerate(chunks(self._join(parts), self._text_length)):
-            tokens, is_special = map(list, zip(*piece, strict=True))
-            yield Block(tokens, is_special, piece_number // RUN_LENGTH)
-
-    def _join(self, parts: Iterable[TextPart]) -> Iterator[tuple[int, bool]]:
-        for part in parts:
-            yield from ((token, False) for token in part.token_ids)
-            if part.is_last:
-                yield from ((token, True) for token in self._separator)
 
 
 def sorted_windows(blocks: Iterable[T], block_length: Callable[[T], int]) -> Iterator[list[T]]:
@@ -320,10 +312,20 @@ def split_into_batches(
         yield batch
 
 
-def pad_batch(blocks: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
-    """Pad the token ids of blocks to the longest, and return `input_ids` and `attention_mask`, `(blocks, tokens)`."""
-    lengths = torch.tensor([len(block) for block in blocks], device="cpu")
-    is_token = torch.arange(int(lengths.max()), device="cpu") < lengths[:, None]
-    token_ids = torch.tensor(list(chain.from_iterable(blocks)), device="cpu")
-    ids = torch.full(is_token.shape, pad_id, device="cpu").masked_scatter_(is_token, token_ids)
-    return {"input_ids": ids, "attention_mask": is_token.long()}
+class PaddedBatch(NamedTuple):
+    """Blocks that are padded to the longest; tensors `(blocks, tokens)` on the CPU."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    is_included: Tensor  # False for padding, and for special tokens if they are left out
+
+
+def pad_batch(blocks: Sequence[Block], pad_id: int, has_special_tokens: bool = True) -> PaddedBatch:
+    """Pad the tokens of blocks; `has_special_tokens` says whether special tokens are included."""
+    lengths = np.array([len(block.tokens) for block in blocks])
+    is_token = np.arange(lengths.max()) < lengths[:, None]
+    ids, is_included = np.full(is_token.shape, pad_id), is_token.copy()
+    ids[is_token] = np.fromiter(chain.from_iterable(block.tokens for block in blocks), np.int64, lengths.sum())
+    if not has_special_tokens:
+        is_included[is_token] = np.frombuffer(b"".join(block.is_special for block in blocks), np.uint8) == 0
+    return PaddedBatch(*map(torch.from_numpy, (ids, is_token.astype(np.int64), is_included)))

@@ -84,7 +84,7 @@ def test_special_tokens_without_a_text(tokenizer: Any, text: str, prefix: list[i
     assert tokenizer(text)["input_ids"] == [*prefix, *text_ids, *suffix]
     [block] = Blocks(tokenizer, 64)([text])
     assert block.tokens == [*prefix, *text_ids, *suffix]
-    assert block.is_special == [*[True] * len(prefix), *[False] * len(text_ids), *[True] * len(suffix)]
+    assert [*block.is_special] == [*[True] * len(prefix), *[False] * len(text_ids), *[True] * len(suffix)]
     assert find_block_tokens(TASKS["clm"], tokenizer) == (prefix, [])
     assert find_block_tokens(TASKS["mlm"], tokenizer) == (prefix, suffix)
     pair_ids = special_tokens.make_one_token_tokenizer(tokenizer)("one text", "another one")["input_ids"]

@@ -198,7 +198,7 @@ def test_the_default_size_of_batches_depends_on_the_device() -> None:
 
 def test_odd_texts_and_wrong_arguments() -> None:
     assert [block.num_text_tokens for block in Blocks(bert(), 8)(["", "a", "\u200b"])] == [1]
-    assert [block.is_special for block in Blocks(gpt(), 8)(["<end>"])] == [[False]]
+    assert [block.is_special for block in Blocks(gpt(), 8)(["<end>"])] == [b"\0"]
     with pytest.raises(UserError, match=r"a block of 2 tokens has no room"):
         Blocks(bert(), 2)
     with pytest.raises(UserError, match=r"documents is 'joined'; expected one of separate, packed"):
@@ -206,12 +206,19 @@ def test_odd_texts_and_wrong_arguments() -> None:
 
 
 def test_batches() -> None:
-    batch_of_equal_lengths = pad_batch([[5, 6, 7], [5, 6, 8]], 0)
-    assert batch_of_equal_lengths["input_ids"].tolist() == [[5, 6, 7], [5, 6, 8]]
-    assert batch_of_equal_lengths["attention_mask"].all()
-    padded_batch = pad_batch([[1], [2, 3]], 0)
-    assert padded_batch["input_ids"].tolist() == [[1, 0], [2, 3]]
-    assert torch.equal(padded_batch["attention_mask"], torch.tensor([[1, 0], [1, 1]]))
+    equal, padded = (
+        [Block([5, 6, 7], b"\1\0\0"), Block([5, 6, 8], b"\0\0\1")],
+        [Block([1], b"\0"), Block([2, 3], b"\0\1")],
+    )
+    batch = pad_batch(equal, 9)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [5, 6, 8]]
+    assert batch.attention_mask.all()
+    assert batch.is_included.all()
+    batch = pad_batch(padded, 9)
+    assert batch.input_ids.tolist() == [[1, 9], [2, 3]]
+    assert batch.attention_mask.tolist() == [[1, 0], [1, 1]]
+    assert batch.is_included.tolist() == [[True, False], [True, True]]
+    assert pad_batch(padded, 9, has_special_tokens=False).is_included.tolist() == [[True, False], [True, False]]
     assert list(chunks(range(5), 2)) == [[0, 1], [2, 3], [4]]
     assert list(chunks([], 2)) == []
 

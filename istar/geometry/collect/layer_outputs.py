@@ -1,9 +1,8 @@
 """Runs a model on batches of blocks, and returns the hidden states of their tokens by name."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from istar.hidden_states.model_modes import uncompiled
 from istar.hidden_states.offloading import find_input_device
 from istar.hidden_states.reader import HiddenStateReader
 from istar.measures.numerics import full_precision
-from istar.texts.corpus import Block, pad_batch
+from istar.sums.host_copies import copy_integers
+from istar.texts.corpus import Block, PaddedBatch, pad_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,8 +27,7 @@ class BlockReader(HiddenStateReader):
     Attributes:
         device: device that inputs go to.
         devices: device of each hidden state in the latest call: of its layer, or the CPU if the layer is offloaded.
-        forward_seconds: time of all forward passes of `compute_states`.
-        advance: called with the number of included tokens after each batch.
+        forward_seconds: time of the forward passes of `compute_states` that `add_forward_seconds` has added.
 
     Raises a `UserError` if the model does not return one hidden state per layer and token.
     """
@@ -42,8 +41,7 @@ class BlockReader(HiddenStateReader):
         are_offloaded = (any(weight.is_meta for weight in module.parameters()) for module in modules)
         self._offloaded = [name for name, is_away in zip(self.names, are_offloaded, strict=False) if is_away]
         self._pad_id, self._has_special_tokens = pad_id, has_special_tokens
-        self.forward_seconds = 0.0
-        self.advance: Callable[[int], object] = lambda num_tokens: None
+        self.forward_seconds, self._passes = 0.0, list[tuple[Any, Any]]()  # what `_mark_time` returns around each pass
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -72,42 +70,46 @@ class BlockReader(HiddenStateReader):
         )
         return not all(are_close(states_padded[name][:, :length], states) for name, states in states_alone.items())
 
-    def make_inputs(self, blocks: Sequence[Block]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return a batch as inputs of the model, and the mask `(blocks, tokens)` of included tokens, on the CPU."""
-        inputs = pad_batch([block.tokens for block in blocks], self._pad_id)
-        is_included = inputs["attention_mask"].bool()
-        if not self._has_special_tokens:
-            is_text = ~torch.tensor(list(chain.from_iterable(block.is_special for block in blocks)), device="cpu")
-            is_included = is_included.masked_scatter(is_included, is_text)
-        return inputs, is_included
+    def make_batch(self, blocks: Sequence[Block]) -> PaddedBatch:
+        """Return blocks as a batch for `compute_states`."""
+        return pad_batch(blocks, self._pad_id, self._has_special_tokens)
 
-    def compute_states(
-        self, inputs: Sequence[Mapping[str, Tensor]], masks: Sequence[Tensor], rows: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the hidden states of the included tokens, `(n, d)` by name, for batches from `make_inputs`.
+    def compute_states(self, batches: Sequence[PaddedBatch], rows: Tensor) -> dict[str, Tensor]:
+        """Return the hidden states of the included tokens, `(n, d)` by name.
 
         `rows` is the row of each included token in the result, `(n,)`: the numbers from 0 to n - 1 in any order.
         """
-        num_tokens = len(rows)
-        points: dict[str, Tensor] = {}
-        rows_by_batch = rows.split([int(mask.sum()) for mask in masks])
+        num_tokens, inputs, points = len(rows), list[Tensor](), dict[str, Tensor]()
+        rows_by_batch = rows.split([int(batch.is_included.sum()) for batch in batches])
+        for batch, batch_rows in zip(batches, rows_by_batch, strict=True):
+            # The states of all other tokens share a last row, which is left out of the result.
+            all_rows = torch.full_like(batch.input_ids, num_tokens).masked_scatter_(batch.is_included, batch_rows)
+            inputs += [batch.input_ids, batch.attention_mask, all_rows.flatten()]
+        tensors, self._passes = iter(copy_integers(inputs, self.device)), []
         with full_precision(self.device), torch.inference_mode():
-            for batch_inputs, mask, batch_rows in zip(inputs, masks, rows_by_batch, strict=True):
-                device_inputs = {name: values.to(self.device) for name, values in batch_inputs.items()}
-                start = self._read_synchronized_time()
-                states = self(device_inputs)
-                self.forward_seconds += self._read_synchronized_time() - start
-                # The states of all other tokens share a last row, which is left out of the result.
-                all_rows = torch.full_like(mask, num_tokens, dtype=torch.int64).masked_scatter_(mask, batch_rows)
-                all_rows = all_rows.flatten().to(self.device)
+            for input_ids, attention_mask, all_rows in zip(tensors, tensors, tensors, strict=True):
+                start = self._mark_time()
+                states = self({"input_ids": input_ids, "attention_mask": attention_mask})
+                self._passes.append((start, self._mark_time()))
                 for name, state in states.items():
                     if name not in points:
                         points[name] = state.new_empty(num_tokens + 1, state.shape[-1])
                     points[name].index_copy_(0, all_rows.to(state.device), state.flatten(0, 1))
-                self.advance(len(batch_rows))
         return {name: state_points[:num_tokens] for name, state_points in points.items()}
 
-    def _read_synchronized_time(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.monotonic()
+    def add_forward_seconds(self) -> None:
+        """Add the time of the latest `compute_states`; a GPU must have ended its forward passes, or the host waits."""
+        for start, end in self._passes:
+            if self.device.type == "cuda":
+                end.synchronize()
+                self.forward_seconds += start.elapsed_time(end) / 1_000
+            else:
+                self.forward_seconds += end - start
+
+    def _mark_time(self) -> Any:
+        """Return the time, or of a GPU an event, for which the host does not wait."""
+        if self.device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event

@@ -3,8 +3,8 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -26,7 +26,8 @@ from istar.models.archives import load_archive
 from istar.runs.names import COMBINED
 from istar.sums.rows import Rows
 from istar.sums.source_sums import UPDATE_BYTES, UPDATE_POINTS, SourceSums
-from istar.texts.corpus import Block, Blocks, ReadCounts, Source, sorted_windows, split_into_batches
+from istar.texts.corpus import Block, Blocks, PaddedBatch, ReadCounts, Source, sorted_windows, split_into_batches
+from istar.texts.read_ahead import read_ahead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,23 +165,17 @@ class Stream:
         is_counted = self.settings.limit is None and not progress.disable and not source.is_stream
         num_characters = sum(map(len, source.read_documents())) if is_counted else 0
 
-        def advance(num_tokens: int) -> None:
-            total = self.settings.limit or reading.tokens * num_characters / max(reading.characters, 1)
-            progress.update(task, advance=num_tokens, total=total / self.num_processes if total else None)
-
-        self.taps.advance = advance
-        rank_batches = self._iterate_rank_batches(source, num_blocks_done, reading)
-        max_tokens = min(UPDATE_POINTS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
-        for batches in _join_batches(rank_batches, max_tokens):
-            numbered_blocks = [numbered_block for batch in batches for numbered_block in batch]
-            # The source's index makes the samples of different sources independent.
-            block_keys = [(source_index << 32) + index for _, index, _ in numbered_blocks]
-            self._update_statistics(statistics, [[block for *_, block in batch] for batch in batches], block_keys)
-            num_blocks_done = numbered_blocks[-1].position + 1
-            num_tokens_done += sum(self._count_tokens(block) for *_, block in numbered_blocks)
-            if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
-                save_state()
-                last_save = time.monotonic()
+        # The next blocks are tokenized, sorted and padded in a thread, so that a GPU does not wait for them.
+        with closing(read_ahead(self._make_updates(source, source_index, num_blocks_done, reading))) as updates:
+            for update in updates:
+                self._update_statistics(statistics, update)
+                num_blocks_done = update.end
+                num_tokens_done += sum(update.num_tokens)
+                total = self.settings.limit or reading.tokens * num_characters / max(reading.characters, 1)
+                progress.update(task, completed=num_tokens_done, total=total / self.num_processes or None)
+                if time.monotonic() - last_save > SECONDS_BETWEEN_SAVES:
+                    save_state()
+                    last_save = time.monotonic()
         reading.seconds = earlier_seconds + time.monotonic() - start
         save_state()
         if self.num_processes > 1:
@@ -190,6 +185,28 @@ class Stream:
         description = f"computing the measures of {escape(source.name)}"
         progress.update(task, description=description, total=num_tokens_done, completed=num_tokens_done)
         return statistics
+
+    def _make_updates(
+        self, source: Source, source_index: int, first_position: int, reading: ReadCounts
+    ) -> Generator["_Update"]:
+        """Yield this rank's batches of a source from a position on, as many together as are added at once."""
+        max_tokens = min(UPDATE_POINTS, UPDATE_BYTES // (4 * len(self.taps.names) * self._config.hidden_size))
+        for batches in _join_batches(self._iterate_rank_batches(source, first_position, reading), max_tokens):
+            blocks = [block for batch in batches for block in batch]
+            padded_batches = [self.taps.make_batch([block for *_, block in batch]) for batch in batches]
+            masks = [batch.is_included for batch in padded_batches]
+            num_tokens = torch.cat([mask.sum(1) for mask in masks])
+            documents = torch.tensor([block.document_index for *_, block in blocks], device="cpu")
+            documents = documents.repeat_interleave(num_tokens)
+            rows = Rows.of(
+                self._labels.find_groups(documents),
+                torch.cat([batch.input_ids[batch.is_included] for batch in padded_batches]),
+                torch.cat([mask.nonzero()[:, 1] for mask in masks]),
+                documents if self._num_examples else None,
+            )
+            # The source's index makes the samples of different sources independent.
+            block_keys = [(source_index << 32) + block.text_index for block in blocks]
+            yield _Update(padded_batches, rows, block_keys, num_tokens.tolist(), blocks[-1].position + 1)
 
     def _iterate_rank_batches(
         self, source: Source, first_position: int, reading: ReadCounts
@@ -243,23 +260,11 @@ class Stream:
                 self.taps.forward_seconds += saved_state["forward_seconds"]
         dist.barrier()
 
-    def _update_statistics(
-        self, statistics: SourceSums, batches: Sequence[Sequence[Block]], block_keys: Sequence[int]
-    ) -> None:
-        """Run the model and add its hidden states; `block_keys` are unique over all sources, see `Sample.update`."""
-        blocks = [block for batch in batches for block in batch]
-        inputs, masks = zip(*map(self.taps.make_inputs, batches), strict=True)
-        token_ids = torch.cat(
-            [batch_inputs["input_ids"][mask] for batch_inputs, mask in zip(inputs, masks, strict=True)]
-        )
-        positions = torch.cat([mask.nonzero()[:, 1] for mask in masks])
-        num_tokens = torch.cat([mask.sum(1) for mask in masks])
-        documents = torch.tensor([block.document_index for block in blocks], device="cpu").repeat_interleave(num_tokens)
-        rows = Rows.of(
-            self._labels.find_groups(documents), token_ids, positions, documents if self._num_examples else None
-        )
-        states = self.taps.compute_states(inputs, masks, rows.row_of_point)
-        statistics.update(states, rows, block_keys, num_tokens.tolist())
+    def _update_statistics(self, statistics: SourceSums, update: "_Update") -> None:
+        """Run the model and add its hidden states."""
+        states = self.taps.compute_states(update.batches, update.rows.row_of_point)
+        statistics.update(states, update.rows, update.block_keys, update.num_tokens)
+        self.taps.add_forward_seconds()
 
     def _find_origins(self, sources: Sequence[Source]) -> dict[str, Tensor]:
         """Compute the origin of each hidden state's sums, `(d,)` by name: its mean over the beginnings of all sources.
@@ -270,9 +275,9 @@ class Stream:
         for source in sources:
             first_blocks = itertools.islice(self._read_limited_blocks(source, ReadCounts()), ORIGIN_BLOCKS)
             for blocks in self._split_into_batches(first_blocks, lambda block: len(block.tokens)):
-                inputs, is_included = self.taps.make_inputs(blocks)
-                rows = torch.arange(int(is_included.sum()), device="cpu")
-                states = self.taps.compute_states([inputs], [is_included], rows)
+                batch = self.taps.make_batch(blocks)
+                rows = torch.arange(int(batch.is_included.sum()), device="cpu")
+                states = self.taps.compute_states([batch], rows)
                 num_tokens += len(rows)
                 for tap, tap_states in states.items():
                     check_finite(tap_states, f"the hidden states at {tap}")
@@ -333,6 +338,16 @@ class _NumberedBlock(NamedTuple):
     position: int  # place in the order of the sorted windows
     text_index: int  # place in the order of the text
     block: Block
+
+
+class _Update(NamedTuple):
+    """Batches for the model, and what is known about the points that they give."""
+
+    batches: list[PaddedBatch]
+    rows: Rows
+    block_keys: list[int]  # unique over all sources, see `Sample.update`
+    num_tokens: list[int]  # number of included tokens of each block
+    end: int  # position after the last block
 
 
 def _join_batches(batches: Iterable[list[_NumberedBlock]], max_tokens: int) -> Iterator[list[list[_NumberedBlock]]]:

@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from istar.models import tiny
 from istar.sums import source_sums
 from istar.sums.source_sums import SourceSums
 from istar.texts import corpus, demo
-from istar.texts.corpus import Block, Source
+from istar.texts.corpus import Source
 from tests import oracles
 
 SENTENCES = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
@@ -181,8 +182,8 @@ def test_batches_hold_documents_of_like_length(source: Source, monkeypatch: pyte
     batch_lengths: list[list[int]] = []
     reader = Stream(bert(), TOKENIZER, MeasureSettings(32, batch_tokens=6 * 16, sample=0))
 
-    def record_lengths(statistics: SourceSums, batches: list[list[Block]], keys: Any) -> None:
-        batch_lengths.extend([len(block.tokens) for block in blocks] for blocks in batches)
+    def record_lengths(statistics: SourceSums, update: Any) -> None:
+        batch_lengths.extend(batch.attention_mask.sum(1).tolist() for batch in update.batches)
 
     monkeypatch.setattr(reader, "_update_statistics", record_lengths)
     reader([source], lambda statistics: None)
@@ -221,11 +222,11 @@ def test_states_are_limited(max_tokens: int, max_bytes: int, source: Source, mon
     """Both limits are 100 tokens: the model has three taps of width 24, whose numbers have four bytes in float32."""
     monkeypatch.setattr(stream, "UPDATE_POINTS", max_tokens)
     monkeypatch.setattr(stream, "UPDATE_BYTES", max_bytes)
-    update, tokens_of_batches = Stream._update_statistics, []
+    update_statistics, tokens_of_batches = Stream._update_statistics, []
 
-    def record(self: Stream, statistics: Any, batches: Any, keys: Any) -> None:
-        tokens_of_batches.append([sum(len(block.tokens) for block in batch) for batch in batches])
-        update(self, statistics, batches, keys)
+    def record(self: Stream, statistics: Any, update: Any) -> None:
+        tokens_of_batches.append([int(batch.attention_mask.sum()) for batch in update.batches])
+        update_statistics(self, statistics, update)
 
     monkeypatch.setattr(Stream, "_update_statistics", record)
     read_statistics(bert(), MeasureSettings(16, batch_tokens=16, sample=0, groups=0), source)
@@ -287,22 +288,24 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     interrupted = Stream(model, TOKENIZER, settings, state_path, "same")
     saved_keys: list[int] = []
 
-    def interrupt(statistics: Any, batches: Any, keys: Any) -> None:
+    def interrupt(statistics: Any, update: Any) -> None:
         if len(saved_keys) > 8:
             raise KeyboardInterrupt
-        Stream._update_statistics(interrupted, statistics, batches, keys)
-        saved_keys.extend(keys)
+        Stream._update_statistics(interrupted, statistics, update)
+        saved_keys.extend(update.block_keys)
 
     monkeypatch.setattr(interrupted, "_update_statistics", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         interrupted([source], SourceSums.compute_measures)
+    # The traceback keeps the generator, which would end the thread if it were dropped.
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_ahead")], caught
     assert len(list(tmp_path.glob("state.*"))) == 1
     resumed = Stream(model, TOKENIZER, settings, state_path, "same")
     resumed_keys: list[int] = []
 
-    def record_keys(statistics: Any, batches: Any, keys: Any) -> None:
-        resumed_keys.extend(keys)
-        Stream._update_statistics(resumed, statistics, batches, keys)
+    def record_keys(statistics: Any, update: Any) -> None:
+        resumed_keys.extend(update.block_keys)
+        Stream._update_statistics(resumed, statistics, update)
 
     monkeypatch.setattr(resumed, "_update_statistics", record_keys)
     measures_by_tap = resumed([source], SourceSums.compute_measures)["text"]
@@ -316,6 +319,7 @@ def test_an_interrupted_pass_resumes(source: Source, tmp_path: Path, monkeypatch
     assert reading.tokens == expected_reading.tokens == expected_by_tap["embeddings"]["points"]
     # The time of the interrupted pass counts.
     assert reading.seconds >= resumed.earlier_seconds > 0
+    assert 0 < expected_reading.forward_seconds <= expected_reading.seconds
     # The state is for resuming until the caller has written the result.
     assert len(list(tmp_path.glob("state.*"))) == 1
 
