@@ -242,7 +242,9 @@ class Blocks:
     def __call__(self, texts: Iterable[str], reading: ReadCounts | None = None) -> Iterator[Block]:
         """Yield the blocks in document order, and add the documents read to `reading`."""
         is_packed, size = self._documents == "packed", self._text_length
-        tokens, is_special, num_documents, num_blocks = list[int](), b"", 0, 0
+        tokens: list[int] = []
+        is_special = b""
+        num_documents = num_blocks = 0
 
         def make_block(text: slice) -> Block:
             return Block(
@@ -324,8 +326,9 @@ def pad_batch(blocks: Sequence[Block], pad_id: int, has_special_tokens: bool = T
     """Pad the tokens of blocks; `has_special_tokens` says whether special tokens are included."""
     lengths = np.array([len(block.tokens) for block in blocks])
     is_token = np.arange(lengths.max()) < lengths[:, None]
-    ids, is_included = np.full(is_token.shape, pad_id), is_token.copy()
+    ids = np.full(is_token.shape, pad_id, np.int64)
     ids[is_token] = np.fromiter(chain.from_iterable(block.tokens for block in blocks), np.int64, lengths.sum())
+    is_included = is_token.copy()
     if not has_special_tokens:
         is_included[is_token] = np.frombuffer(b"".join(block.is_special for block in blocks), np.uint8) == 0
     return PaddedBatch(*map(torch.from_numpy, (ids, is_token.astype(np.int64), is_included)))

@@ -41,7 +41,8 @@ class BlockReader(HiddenStateReader):
         are_offloaded = (any(weight.is_meta for weight in module.parameters()) for module in modules)
         self._offloaded = [name for name, is_away in zip(self.names, are_offloaded, strict=False) if is_away]
         self._pad_id, self._has_special_tokens = pad_id, has_special_tokens
-        self.forward_seconds, self._passes = 0.0, list[tuple[Any, Any]]()  # what `_mark_time` returns around each pass
+        self.forward_seconds = 0.0
+        self._passes: list[tuple[Any, Any]] = []  # what `_mark_time` returns before and after each pass
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,13 +80,16 @@ class BlockReader(HiddenStateReader):
 
         `rows` is the row of each included token in the result, `(n,)`: the numbers from 0 to n - 1 in any order.
         """
-        num_tokens, inputs, points = len(rows), list[Tensor](), dict[str, Tensor]()
+        num_tokens = len(rows)
+        inputs: list[Tensor] = []
         rows_by_batch = rows.split([int(batch.is_included.sum()) for batch in batches])
         for batch, batch_rows in zip(batches, rows_by_batch, strict=True):
             # The states of all other tokens share a last row, which is left out of the result.
             all_rows = torch.full_like(batch.input_ids, num_tokens).masked_scatter_(batch.is_included, batch_rows)
             inputs += [batch.input_ids, batch.attention_mask, all_rows.flatten()]
-        tensors, self._passes = iter(copy_integers(inputs, self.device)), []
+        tensors = iter(copy_integers(inputs, self.device))
+        points: dict[str, Tensor] = {}
+        self._passes = []
         with full_precision(self.device), torch.inference_mode():
             for input_ids, attention_mask, all_rows in zip(tensors, tensors, tensors, strict=True):
                 start = self._mark_time()
