@@ -1,7 +1,7 @@
 """Accumulators of the count, the mean and the scatter matrix of points over streams of batches."""
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -36,28 +36,9 @@ def merge_moments(batches: Sequence[BatchMoments]) -> "Moments":
     differences = means - moments.mean
     with full_precision(means.device):
         moments.scatter = differences.T @ (counts[:, None] * differences)
-    moments.scatter = _AddMatrices.apply(moments.scatter, *(batch.scatter for batch in batches))
+    for batch in batches:
+        moments.scatter = moments.scatter + batch.scatter
     return moments
-
-
-class _AddMatrices(torch.autograd.Function):
-    """Autograd function of the sum of `total` and matrices of the same shape, in the dtype of `total`.
-
-    The gradient is converted to the dtype of the matrices once, and not once for each of them, as by `total + matrix`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, *matrices: Tensor) -> Tensor:
-        ctx.dtypes = [matrix.dtype for matrix in matrices]
-        total = total.clone()
-        for matrix in matrices:
-            total += matrix
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        gradients = {dtype: gradient.to(dtype) for dtype in set(ctx.dtypes)}
-        return gradient, *(gradients[dtype] for dtype in ctx.dtypes)
 
 
 class Moments(Accumulator):

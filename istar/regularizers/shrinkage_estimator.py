@@ -53,20 +53,17 @@ class ScoreResult(NamedTuple):
     num_points: int | Tensor
     dim: int
 
+    def count_points(self) -> Tensor:
+        """Return N as a tensor, without a copy from the host to the device."""
+        return torch.full_like(self.trace, self.num_points) if isinstance(self.num_points, int) else self.num_points
+
     def make_terms(self) -> Terms:
         """Return the detached terms for logs."""
-        value = self.value.detach()
         score = ((self.trace / self.norm).square() - 1) / (self.dim - 1)
+        penalty = 1 - score
         if self.is_undefined is not None:
-            score = score.masked_fill(self.is_undefined, torch.nan)
-        penalty = 1 - score if self.is_undefined is None else (1 - score).masked_fill(self.is_undefined, 0)
-        return Terms(penalty.to(value), score.to(value), self.make_point_count())
-
-    def make_point_count(self) -> Tensor:
-        """Return N as a tensor, without a copy from the host to the device."""
-        if isinstance(self.num_points, int):
-            return torch.full_like(self.trace, self.num_points)
-        return self.num_points
+            score, penalty = score.masked_fill(self.is_undefined, torch.nan), penalty.masked_fill(self.is_undefined, 0)
+        return Terms(penalty.to(self.value), score.to(self.value), self.count_points())
 
 
 class ShrinkageEstimator(Estimator):
@@ -94,7 +91,7 @@ class ShrinkageEstimator(Estimator):
         self, summaries: Sequence[Any], shrinkage: Tensor | None, sync: bool, group: dist.ProcessGroup | None
     ) -> Terms:
         result = self.evaluate(summaries, shrinkage, sync, group)
-        return Terms(1 - result.value, result.value, result.make_point_count(), sums=(result.trace,))
+        return Terms(1 - result.value, result.value, result.count_points(), sums=(result.trace,))
 
     def score(self, moments: Any, shrinkage: Tensor | None) -> tuple[Tensor, None]:
         """Return the score by plain autograd: the twin of `evaluate`, for second derivatives."""
