@@ -122,15 +122,17 @@ class ShrinkageEstimator(Estimator):
             weight: weight of the penalty; None returns the score. If the points have no score, the penalty and its
                 gradient are 0, and the score is NaN.
         """
-        means, scatters = [stack.mean for stack in stacks], [stack.scatter for stack in stacks]
-        dim = scatters[0].shape[0]
-        check_same_width(len(scatter) for scatter in scatters)
+        dim = stacks[0].scatter.shape[0]
+        check_same_width(len(stack.scatter) for stack in stacks)
         check_dim(dim)
-        shrinkage = convert_shrinkage(shrinkage, scatters[0]) if shrinkage is not None and self.zeta > 0 else None
+        means = torch.cat([stack.mean for stack in stacks]) if len(stacks) > 1 else stacks[0].mean
+        scatter = stacks[0].scatter
+        for stack in stacks[1:]:
+            scatter = scatter + stack.scatter
         slope = 1 / (dim - 1)
         options = _Options(
-            sizes=[stack.size for stack in stacks],
-            shrinkage=shrinkage,
+            sizes=_join_sizes(stacks),
+            shrinkage=convert_shrinkage(shrinkage, scatter) if shrinkage is not None and self.zeta > 0 else None,
             zeta=self.zeta,
             offset=-slope if weight is None else weight * (1 + slope),
             slope=slope if weight is None else -weight * slope,
@@ -139,13 +141,12 @@ class ShrinkageEstimator(Estimator):
             group=group,
         )
 
-        def compute_plainly(*tensors: Tensor) -> Tensor:
-            half = len(tensors) // 2
-            moments = map(BatchMoments, options.sizes, tensors[:half], tensors[half:])
-            score, _ = self.score(merge_layers(list(moments), sync, group), shrinkage)
+        def compute_plainly(means: Tensor, scatter: Tensor) -> Tensor:
+            moments = merge_layers([BatchMoments(options.sizes, means, scatter)], sync, group)
+            score, _ = self.score(moments, options.shrinkage)
             return options.offset + options.slope * (1 + (dim - 1) * score)
 
-        value, trace, norm, is_undefined, num_points = _ClosedForm.apply(options, compute_plainly, *means, *scatters)
+        value, trace, norm, is_undefined, num_points = _ClosedForm.apply(options, compute_plainly, means, scatter)
         return ScoreResult(value, trace, norm, is_undefined, num_points, dim)
 
 
@@ -163,7 +164,7 @@ def default_precision(device_type: str, dtype: torch.dtype, is_autocast: bool) -
 class _Options:
     """What `_ClosedForm` computes: offset + slope r^2, for the shrunk covariance of layers with the given sizes."""
 
-    sizes: Sequence[int | Tensor]  # number of points of each layer, by stack
+    sizes: int | Tensor  # number of points of each layer, `(L,)` unless all have as many
     shrinkage: Tensor | None
     zeta: float
     offset: float
@@ -174,22 +175,18 @@ class _Options:
 
 
 class _ClosedForm(torch.autograd.Function):
-    """Autograd function of stacks of layers: the means `(k, d)` of each, then the scatter matrix `(d, d)` of each.
+    """Autograd function of the means `(L, d)` of layers and the sum of their scatter matrices `(d, d)`.
 
     It returns the value of the options, tr(S), the norm of S, whether the points have no score, and their number; see
-    `ScoreResult`. All but the value have no gradient.
+    `ScoreResult`. Only the value has a gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, options: _Options, compute_plainly: Callable[..., Tensor], *tensors: Tensor
+        ctx: Any, options: _Options, compute_plainly: Callable[..., Tensor], means: Tensor, scatter: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int | Tensor]:
-        means_by_stack, scatters = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        means = torch.cat(means_by_stack) if len(means_by_stack) > 1 else means_by_stack[0]
-        scatter = torch.stack(scatters).sum(0) if len(scatters) > 1 else scatters[0]
-        sizes = _join_sizes(options.sizes, means_by_stack)
         with full_precision(means.device):
-            union = _merge_layers(means, sizes, scatter)
+            union = _merge_layers(means, options.sizes, scatter)
             if options.num_processes > 1:
                 union = _merge_processes(means, union, options.group)
         shrunk, factor = _shrink(union, options.zeta, options.shrinkage)
@@ -202,20 +199,19 @@ class _ClosedForm(torch.autograd.Function):
         is_undefined = _find_undefined(union, trace, options.zeta)
         if is_undefined is not None:
             value = value.masked_fill(is_undefined, options.undefined_value)
-        ctx.save_for_backward(shrunk, ratio, norm, union.deviations, is_undefined, *tensors)
-        ctx.options, ctx.compute_plainly, ctx.sizes, ctx.factor = options, compute_plainly, sizes, factor
+        ctx.save_for_backward(shrunk, ratio, norm, union.deviations, is_undefined, means, scatter)
+        ctx.options, ctx.compute_plainly, ctx.factor = options, compute_plainly, factor
         ctx.mark_non_differentiable(trace, norm)
         ctx.set_materialize_grads(False)
         return value, trace, norm, is_undefined, union.num_points
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        shrunk, ratio, norm, deviations, is_undefined, *tensors = ctx.saved_tensors
         if grad is None:
-            return None, None, *[None] * len(tensors)
-        num_stacks = len(tensors) // 2
+            return None, None, None, None
+        shrunk, ratio, norm, deviations, is_undefined, means, scatter = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, None, *_differentiate(ctx.compute_plainly, tensors, grad, is_undefined)
+            return None, None, *_differentiate(ctx.compute_plainly, (means, scatter), grad, is_undefined)
         # The gradient for M is G = grad slope 2 c (I - c S) dS/dM, in which dS/dM is a number.
         share = ratio / norm
         scale = -2 * ctx.options.slope * ctx.options.num_processes
@@ -231,13 +227,13 @@ class _ClosedForm(torch.autograd.Function):
         if is_undefined is not None:
             grad_scatter.masked_fill_(is_undefined, 0)
         # The gradient for the mean of a layer is 2 n_l G (m_l - m).
+        sizes = ctx.options.sizes
         with full_precision(grad.device):
-            if isinstance(ctx.sizes, int):
-                grad_means = torch.addmm(deviations, deviations, grad_scatter, beta=0, alpha=2 * ctx.sizes)
+            if isinstance(sizes, int):
+                grad_means = torch.addmm(deviations, deviations, grad_scatter, beta=0, alpha=2 * sizes)
             else:
-                grad_means = (2 * ctx.sizes * deviations) @ grad_scatter
-        grads_of_means = grad_means.split([len(means) for means in tensors[:num_stacks]])
-        return None, None, *grads_of_means, *[grad_scatter] * num_stacks
+                grad_means = (2 * sizes[:, None] * deviations) @ grad_scatter
+        return None, None, grad_means, grad_scatter
 
 
 class _Union(NamedTuple):
@@ -249,11 +245,12 @@ class _Union(NamedTuple):
     scatter: Tensor
 
 
-def _join_sizes(sizes: Sequence[int | Tensor], means_by_stack: Sequence[Tensor]) -> int | Tensor:
-    """Return the number of points of each layer, one number if all have as many, otherwise `(L, 1)`."""
-    if isinstance(sizes[0], int) and all(size == sizes[0] for size in sizes):
-        return sizes[0]
-    return torch.cat([means.new_ones(len(means), 1) * size for means, size in zip(means_by_stack, sizes, strict=True)])
+def _join_sizes(stacks: Sequence[BatchMoments]) -> int | Tensor:
+    """Return the number of points of each layer: an integer if the host knows that all have as many, else `(L,)`."""
+    size = stacks[0].size
+    if isinstance(size, int) and all(isinstance(stack.size, int) and stack.size == size for stack in stacks):
+        return size
+    return torch.cat([stack.size * torch.ones_like(stack.mean[:, 0]) for stack in stacks])
 
 
 def _merge_layers(means: Tensor, sizes: int | Tensor, scatter: Tensor) -> _Union:
@@ -264,9 +261,9 @@ def _merge_layers(means: Tensor, sizes: int | Tensor, scatter: Tensor) -> _Union
         scatter = torch.addmm(scatter, deviations.T, deviations, alpha=sizes)
         return _Union(sizes * len(means), mean, deviations, scatter)
     num_points = sizes.sum(dtype=accumulation_dtype(means.device))
-    mean = (sizes * means).sum(0) / num_points.clamp(min=1).to(means)
+    mean = sizes @ means / num_points.clamp(min=1).to(means)
     deviations = means - mean
-    return _Union(num_points, mean, deviations, torch.addmm(scatter, (sizes * deviations).T, deviations))
+    return _Union(num_points, mean, deviations, torch.addmm(scatter, sizes * deviations.T, deviations))
 
 
 def _merge_processes(means: Tensor, union: _Union, group: dist.ProcessGroup | None) -> _Union:
@@ -322,9 +319,7 @@ def _differentiate(
     """Return the gradients of a function, times `grad`, with the graph for further derivatives."""
     if is_undefined is not None and is_undefined:
         return [0 * tensor for tensor in tensors]
-    inputs = [tensor for tensor in tensors if tensor.requires_grad]
-    gradients = iter(torch.autograd.grad(function(*tensors), inputs, grad, create_graph=True, allow_unused=True))
-    return [next(gradients) if tensor.requires_grad else None for tensor in tensors]
+    return torch.autograd.grad(function(*tensors), tensors, grad, create_graph=True)
 
 
 @lru_cache(maxsize=64)
