@@ -114,7 +114,7 @@ class Output:
             identifiers: _Entries = {name: (hashlib.sha256(content).hexdigest(),) for name, content in contents.items()}
             for name, draft in folders.items():
                 identifiers |= {
-                    f"{name}/{path.relative_to(draft).as_posix()}": (_hash(path), _format_size_and_time(path))
+                    f"{name}/{path.relative_to(draft).as_posix()}": (hash_file(path), _format_size_and_time(path))
                     for path in _list_files(draft)
                 }
             own_names = [name for name, (noun, *_) in entries.items() if noun == self.noun]
@@ -238,7 +238,7 @@ class Output:
             noun, *identifiers = entries.get(file_name, ("",))
             if noun != self.noun or not file.is_file() or file.is_symlink():
                 raise self._make_foreign_error(file_name)
-            if _format_size_and_time(file) not in identifiers and _hash(file) not in identifiers:
+            if _format_size_and_time(file) not in identifiers and hash_file(file) not in identifiers:
                 raise UserError(
                     f"{self._label}: {file_name} was changed after istar wrote it; move it away, or {self.advice}"
                 )
@@ -280,11 +280,11 @@ def _list_files(path: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in folder_names if (Path(folder) / name).is_symlink())
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _format_size_and_time(path: Path) -> str:
-    status = path.stat()
-    return f"{status.st_size} bytes at {status.st_mtime_ns} ns"
+    return f"{path.stat().st_size} bytes at {path.stat().st_mtime_ns} ns"

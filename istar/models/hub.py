@@ -1,7 +1,6 @@
 """The Hugging Face hub: whether it can be reached, which commit a branch points to, and why it refuses access."""
 
 import logging
-import math
 import os
 import re
 import threading
@@ -37,7 +36,7 @@ LOCAL_COPY_HINTS: dict[RepositoryKind, str] = {
 _TITLES: dict[RepositoryKind, str] = {"model": "model", "dataset": "data set"}
 
 last_probes: dict[str, tuple[float, str]] = {}
-"""Time and result of the last request to the hub of each address, in this process."""
+"""By the address of a hub, its last answer in this process, after the time until which the answer is repeated."""
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +49,15 @@ def find_hub_problem(timeout: float = PROBE_TIMEOUT_SECONDS) -> str:
     if datasets.config.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids asking the hub"
     endpoint = datasets.config.HF_ENDPOINT
-    asked_at, problem = last_probes.get(endpoint, (-math.inf, ""))
-    if time.monotonic() - asked_at < SECONDS_BETWEEN_PROBES:
+    repeated_until, problem = last_probes.get(endpoint, (0.0, ""))
+    if time.monotonic() < repeated_until:
         return problem
     # The hub library's session applies the user's proxies and certificates.
     status, error = request_status(lambda: get_session().head(endpoint, timeout=timeout).status_code, timeout)
     if status >= 500:
         error = f"HTTP status {status}"
     problem = mask_secrets(f"the hub {endpoint} cannot be reached ({error})") if error else ""
-    last_probes[endpoint] = time.monotonic(), problem
+    last_probes[endpoint] = time.monotonic() + SECONDS_BETWEEN_PROBES, problem
     return problem
 
 
