@@ -174,6 +174,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def forget_hub() -> None:
+    """Forget what hubs have answered in earlier tests, which is remembered for a minute."""
+    if "istar.models.hub" in sys.modules:
+        sys.modules["istar.models.hub"].last_probes.clear()
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """Return the folder with the original files of the benchmarks; without it, the test is skipped."""

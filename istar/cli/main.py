@@ -17,6 +17,7 @@ from istar.cli.options import COMMANDS, make_parser
 from istar.drawing.robust_output import run_with_robust_output
 from istar.errors import SHOW_TRACE, UserError, check_one_of, did_you_mean, explain_system_error, mask_secrets
 from istar.finetune.execute import extras
+from istar.finetune.processes.openmp import let_threads_sleep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: list[str], train_command: str = "istar train") -> int:
+    let_threads_sleep(os.environ)
     try:
         if sys.platform == "win32":
             raise UserError("the commands of istar need Linux or macOS; on Windows, use them in WSL")

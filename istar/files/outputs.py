@@ -20,7 +20,10 @@ STATE_FOLDER = ".istar"
 _MANIFEST, _DRAFTS = "manifest.json", "new"
 
 _Entries = dict[str, tuple[str, ...]]
-"""The manifest: noun and checksum by file name; two checksums while the file is being replaced."""
+"""The manifest: by file name the noun, the checksum, and for files in folders size and time.
+
+While a file is being replaced, those of the new one follow those of the old one.
+"""
 
 
 class _Manifest(TypedDict):
@@ -108,22 +111,23 @@ class Output:
         with self._user_errors():
             self._create()
             entries = self._read_manifest()
-            checksums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+            identifiers: _Entries = {name: (hashlib.sha256(content).hexdigest(),) for name, content in contents.items()}
             for name, draft in folders.items():
-                checksums |= {
-                    f"{name}/{path.relative_to(draft).as_posix()}": _hash(path) for path in _list_files(draft)
+                identifiers |= {
+                    f"{name}/{path.relative_to(draft).as_posix()}": (hash_file(path), _format_size_and_time(path))
+                    for path in _list_files(draft)
                 }
             own_names = [name for name, (noun, *_) in entries.items() if noun == self.noun]
             stale_names = [
                 name for name in own_names
-                if name not in checksums and (is_complete or name.startswith(tuple(f"{key}/" for key in folders)))
+                if name not in identifiers and (is_complete or name.startswith(tuple(f"{key}/" for key in folders)))
             ]  # fmt: skip
             for name in (*contents, *folders, *stale_names):
                 self._check_own(name, entries)
             # All files are written before the first one is replaced, in case the disk is full.
             drafts = [(name, self._write_draft(str(number), contents[name])) for number, name in enumerate(contents)]
             unfinished_entries = {
-                name: (*entries.get(name, (self.noun,)), checksum) for name, checksum in checksums.items()
+                name: (*entries.get(name, (self.noun,)), *added) for name, added in identifiers.items()
             }
             self._write_manifest(entries | unfinished_entries)
             for name, draft in drafts:
@@ -136,7 +140,7 @@ class Output:
             for name in stale_names:
                 self._remove_file(name)
             kept_entries = {name: entry for name, entry in entries.items() if name not in stale_names}
-            self._write_manifest(kept_entries | {name: (self.noun, checksum) for name, checksum in checksums.items()})
+            self._write_manifest(kept_entries | {name: (self.noun, *added) for name, added in identifiers.items()})
             self._remove_drafts()
 
     def remove_folder(self, name: str) -> None:
@@ -221,17 +225,20 @@ class Output:
             parent.rmdir()
 
     def _check_own(self, name: str, entries: _Entries) -> None:
-        """Raise a `UserError` unless all files at a name are listed as ours with their current checksums."""
+        """Raise a `UserError` unless all files at a name are listed as ours and unchanged.
+
+        A file in a folder of `write`, such as the weights of a model, is read only if its size or time has changed.
+        """
         path = self.folder / name
         for parent in path.parents[: len(Path(name).parts) - 1]:
             if parent.is_symlink() or (parent.exists() and not parent.is_dir()):
                 raise self._make_foreign_error(parent.relative_to(self.folder).as_posix())
         for file in _list_files(path):
             file_name = file.relative_to(self.folder).as_posix()
-            noun, *checksums = entries.get(file_name, ("",))
+            noun, *identifiers = entries.get(file_name, ("",))
             if noun != self.noun or not file.is_file() or file.is_symlink():
                 raise self._make_foreign_error(file_name)
-            if _hash(file) not in checksums:
+            if _format_size_and_time(file) not in identifiers and hash_file(file) not in identifiers:
                 raise UserError(
                     f"{self._label}: {file_name} was changed after istar wrote it; move it away, or {self.advice}"
                 )
@@ -273,6 +280,11 @@ def _list_files(path: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in folder_names if (Path(folder) / name).is_symlink())
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _format_size_and_time(path: Path) -> str:
+    return f"{path.stat().st_size} bytes at {path.stat().st_mtime_ns} ns"

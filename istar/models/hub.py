@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -21,6 +22,8 @@ RepositoryKind = Literal["model", "dataset"]
 
 PROBE_TIMEOUT_SECONDS = 5.0
 """Default timeout of `request_status`. The retries of the hub's libraries would take about 23 s."""
+SECONDS_BETWEEN_PROBES = 60.0
+"""How long `find_hub_problem` repeats its last answer before it asks again."""
 COMMIT_TIMEOUT_SECONDS = 30.0
 """Timeout of the request for a commit, once the hub has answered."""
 COMMIT_PATTERN = re.compile("[0-9a-f]{40}")
@@ -32,19 +35,30 @@ LOCAL_COPY_HINTS: dict[RepositoryKind, str] = {
 """What error messages advise users to do if the hub cannot be used, by kind of repository."""
 _TITLES: dict[RepositoryKind, str] = {"model": "model", "dataset": "data set"}
 
+last_probes: dict[str, tuple[float, str]] = {}
+"""By the address of a hub, its last answer in this process, after the time until which the answer is repeated."""
+
 log = logging.getLogger(__name__)
 
 
 def find_hub_problem(timeout: float = PROBE_TIMEOUT_SECONDS) -> str:
-    """Return why the Hugging Face hub cannot be used, or "" if it responds within `timeout` seconds."""
+    """Return why the Hugging Face hub cannot be used, or "" if it responds within `timeout` seconds.
+
+    The hub is asked once a minute. In between, the function returns the last answer.
+    """
     if datasets.config.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids asking the hub"
     endpoint = datasets.config.HF_ENDPOINT
+    repeated_until, problem = last_probes.get(endpoint, (0.0, ""))
+    if time.monotonic() < repeated_until:
+        return problem
     # The hub library's session applies the user's proxies and certificates.
     status, error = request_status(lambda: get_session().head(endpoint, timeout=timeout).status_code, timeout)
     if status >= 500:
         error = f"HTTP status {status}"
-    return mask_secrets(f"the hub {endpoint} cannot be reached ({error})") if error else ""
+    problem = mask_secrets(f"the hub {endpoint} cannot be reached ({error})") if error else ""
+    last_probes[endpoint] = time.monotonic() + SECONDS_BETWEEN_PROBES, problem
+    return problem
 
 
 def request_status(send_request: Callable[[], int], timeout: float = PROBE_TIMEOUT_SECONDS) -> tuple[int, str]:

@@ -5,6 +5,7 @@ call from then on, as if it were killed. Then each file must be the old or the n
 new ones and leave nothing unfinished.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -321,6 +322,29 @@ def test_a_model_with_a_foreign_file_is_neither_replaced_nor_removed(tmp_path: P
         Output(tmp_path, "matrix").remove_folder("models/step-1")
     tree |= {name: content for name, content in read_tree(tmp_path).items() if name.startswith(STATE_FOLDER)}
     assert read_tree(tmp_path) == tree
+
+
+def test_a_model_is_read_again_only_if_its_size_or_time_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, "1")
+    weights = tmp_path / "model" / "weights"
+    output, read_files, file_digest = Output(tmp_path, "matrix"), [], hashlib.file_digest
+
+    def record(file: Any, name: Any) -> Any:
+        read_files.append(Path(file.name))
+        return file_digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", record)
+    output.check(["model", "models"])
+    assert {path.name for path in read_files} == {"measures.json"}
+    # A copy of the folder on another machine has other times.
+    os.utime(weights, ns=(1, 1))
+    output.check(["model", "models"])
+    assert {path.name for path in read_files} == {"measures.json", "weights"}
+    weights.write_text("weights X")
+    with pytest.raises(UserError, match="model/weights was changed after istar wrote it"):
+        output.check(["model", "models"])
 
 
 @pytest.mark.parametrize("name", ["../victim", "/victim", "a/../../victim"])

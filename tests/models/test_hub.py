@@ -3,10 +3,12 @@
 import gzip
 import io
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,10 +16,11 @@ from datasets import IterableDataset
 
 from istar.cli.main import main
 from istar.errors import UserError
-from istar.models.hub import open_dataset_stream
+from istar.models.hub import find_hub_problem, open_dataset_stream
 from istar.texts.corpus import Source, parse_sources
 from tests.embeddings.builders import save_model
 from tests.mock_hub import MockHub, Repository, serving, set_offline, use
+from tests.waiting import SECONDS
 
 ROWS_PER_FILE = 30_000
 
@@ -68,6 +71,36 @@ def test_a_stream_that_cannot_be_opened_is_refused_in_one_line(hub: MockHub, mon
     assert read_error("org/web", None, "train").startswith(
         "org/web: a stream is read from the hub, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids asking the hub; "
     )
+
+
+def test_the_hub_is_asked_once_a_minute(hub: MockHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("istar.models.hub.time.monotonic", lambda: now)
+    for expected_probes, passed in ((1, 0.0), (1, 59.0), (2, 2.0), (2, 59.0)):
+        now += passed
+        open_dataset_stream("org/web", None, "train", None)
+        assert find_hub_problem() == ""
+        assert hub.requests.count("HEAD /") == expected_probes
+    set_offline(True, monkeypatch)
+    assert "forbids asking" in find_hub_problem()
+    set_offline(False, monkeypatch)
+    assert find_hub_problem() == ""
+
+
+def test_a_network_that_swallows_packets_is_waited_for_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server accepts connections, and answers none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(SECONDS)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        set_offline(False, monkeypatch)
+        problems = [find_hub_problem(timeout=0.1) for _ in range(8)]
+        assert len(set(problems)) == 1
+        assert "cannot be reached" in problems[0]
+        connection, _ = server.accept()
+        connection.close()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
 
 
 def make_parquet(texts: list[str]) -> bytes:

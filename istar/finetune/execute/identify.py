@@ -7,13 +7,16 @@ runs without training.
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from istar.errors import UserError, shorten
 from istar.files.folders import ADAPTER_CONFIG_FILE, list_visible
+from istar.files.outputs import hash_file
 from istar.files.parsing import is_missing
+from istar.files.writing import cache_folder, write_text
 from istar.finetune.config import Config, ModelConfig, MonitorConfig, TaskConfig, TensorBoardConfig
 from istar.finetune.config.fields import format_settings
 from istar.finetune.config.groups import settings_of
@@ -191,9 +194,8 @@ def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Pa
         is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
         is_included = include_weights if is_weights else path.suffix in (".json", ".txt", ".model")
         if path.is_file() and is_included:
-            digest.update(path.name.encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
+            content_hash = _hash_weights(path) if is_weights else hash_file(path)
+            digest.update(f"{path.name} {content_hash}".encode())
     path = folder / ADAPTER_CONFIG_FILE
     if not path.is_file():
         return digest.hexdigest()
@@ -208,6 +210,19 @@ def _hash_model_folder(folder: Path, include_weights: bool, dependents: tuple[Pa
         base_config = ModelConfig(base.name, revision=base.revision)
         base_identity = identify_model(resolve_model(base_config) if include_weights else base_config)
     return f"{digest.hexdigest()} base {base_identity}"
+
+
+def _hash_weights(path: Path) -> str:
+    """Return the hash of a file, which the cache remembers for all runs until path, size or time of the file change."""
+    status = path.stat()
+    state = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    remembered = cache_folder(None) / "hashes" / hashlib.sha256(state.encode()).hexdigest()
+    with suppress(OSError):
+        return remembered.read_text()
+    digest = hash_file(path)
+    with suppress(OSError):
+        write_text(remembered, digest)
+    return digest
 
 
 def read_finished_run(folder: Path, config: Config) -> RunRecord | None:

@@ -21,6 +21,7 @@ from istar.files.writing import write_text
 from istar.finetune.config import Config, TrainerConfig, schema
 from istar.finetune.execute.identify import resolve_config
 from istar.finetune.processes.child import read_error
+from istar.finetune.processes.openmp import let_threads_sleep
 from istar.finetune.processes.process_signals import blocked_signals, forward_signals
 from istar.finetune.processes.ranks import RANK_VARIABLES
 from istar.runs.record import RunRecord, read_result
@@ -162,6 +163,7 @@ def _make_process_environment(
         if not name.startswith("TORCHELASTIC") and name not in ("SLURM_NTASKS", "HYDRA_FULL_ERROR")
     }
     environment |= make_import_variables()
+    let_threads_sleep(environment)
     if settings.num_nodes == 1:
         environment = {name: value for name, value in environment.items() if name not in RANK_VARIABLES}
     if num_processes > 1 or settings.num_nodes > 1:

@@ -19,13 +19,14 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from istar.errors import UserError, shorten
 from istar.files.writing import atomic_write
+from istar.finetune.tasks.evaluation import Evaluation
 from istar.finetune.training.history import History, MetricsFile
 from istar.finetune.training.module import all_gather_object
 from istar.finetune.training.sharded_training import ShardingStrategy
 from istar.finetune.training.signals import StopSignal
 from istar.models.archives import load_archive
 
-CHECKPOINT_FORMAT = 6
+CHECKPOINT_FORMAT = 7
 """Version of the checkpoint format; checkpoints of other versions are refused."""
 NUM_KEPT_CHECKPOINTS = 2
 """Number of checkpoints to keep, so that the previous one can be used if the newest is damaged."""
@@ -74,8 +75,8 @@ class Checkpoints(Checkpoint):
 
     `step-<n>.ckpt` contains the complete state. It is written after the validation of every epoch, after every
     `every_n_steps` steps or `every_n_minutes` minutes, and when a signal stops the run. `best-epoch-<n>.ckpt` contains
-    only weights. Optimizer steps right before a validation get no checkpoint, because Lightning cannot resume from a
-    state between a step and its validation.
+    the weights, and the predictions for the validation sets. Optimizer steps right before a validation get no
+    checkpoint, because Lightning cannot resume from a state between a step and its validation.
 
     The callback `history`, which determines the best epoch, must precede this callback.
 
@@ -166,9 +167,12 @@ class Checkpoints(Checkpoint):
         checkpoint["callbacks"][self.state_key]["sharded"] = isinstance(trainer.strategy, ShardingStrategy)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the logged metrics, and keep the other state until the training starts."""
+        """Restore the logged metrics and the best predictions; keep the other state until the training starts."""
         self._restored_state = state_dict
         self.metrics_file.load_state_dict(state_dict["metrics"])
+        if self.history.best_epoch:
+            evaluations = load_archive(self.best_weights_path(), mmap=True)["evaluations"]  # the weights are not read
+            self.history.best_evaluations = {suffix: Evaluation(**fields) for suffix, fields in evaluations.items()}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start counting steps and time. If the run is resumed, restore the random generators and an early stop."""

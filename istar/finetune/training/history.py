@@ -8,7 +8,7 @@ import math
 import time
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ class History(L.Callback):
     epochs: list[dict[str, Any]] = field(default_factory=list, init=False)
     # Number of the best entry of `epochs`, counted from 1; 0 before the first validation during training.
     best_epoch: int = field(default=0, init=False)
-    # Metrics and predictions of the best epoch, by the metric suffix of the validation set.
+    # Metrics and predictions of the best epoch, by the metric suffix of the validation set. Only the checkpoint of its
+    # weights stores them, because those of a large task take a second to write.
     best_evaluations: dict[str, Evaluation] = field(default_factory=dict, init=False)
     # Whether an Optuna pruner has stopped the run. Checkpoints omit this, so that the run can be continued.
     pruned: bool = field(default=False, init=False)
@@ -68,20 +69,11 @@ class History(L.Callback):
             self.best_evaluations = dict(pl_module.evaluations)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "before": self.before_training,
-            "epochs": list(self.epochs),
-            "best": self.best_epoch,
-            "best_evaluations": {suffix: asdict(evaluation) for suffix, evaluation in self.best_evaluations.items()},
-        }
+        return {"before": self.before_training, "epochs": list(self.epochs), "best": self.best_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.before_training, self.best_epoch = state_dict["before"], state_dict["best"]
         self.epochs = state_dict["epochs"]
-        self.best_evaluations = {
-            suffix: Evaluation(**evaluation_fields)
-            for suffix, evaluation_fields in state_dict["best_evaluations"].items()
-        }
 
     def _is_best(self, new_value: float) -> bool:
         if self.best_epoch == 0 or not self.keep_best:

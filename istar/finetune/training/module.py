@@ -200,6 +200,8 @@ class FineTuner(L.LightningModule):
         checkpoint["skipped_steps"] = self.step_guard.num_skipped
         if self.penalty is not None:
             checkpoint["penalty"] = self.penalty.state_dict()
+        if "callbacks" not in checkpoint:  # only the weights are saved, after the validation of the best epoch
+            checkpoint["evaluations"] = {suffix: vars(evaluation) for suffix, evaluation in self.evaluations.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore the penalty and the number of skipped steps; refuse skipped steps unless they are allowed."""

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
@@ -252,6 +253,27 @@ def test_a_sweep_hashes_weights_once(composed: Build, base_folder: Path, monkeyp
     hashes = {key_maker.make(composed("task=demo", "model=auto", *small, *change)).hash for change in changes}
     assert hashed.count("model.safetensors") == 1
     assert len(hashes) > 4
+    # The process of each run identifies the model again.
+    config = ModelConfig(name=str(base_folder))
+    identity = identify_model(config)
+    assert hashed.count("model.safetensors") == 1
+    weights = base_folder / "model.safetensors"
+    content = weights.read_text()
+    weights.write_text(content[::-1])
+    assert identify_model(config) != identity
+    weights.write_text(content)
+    os.utime(weights, ns=(1, 1))
+    assert identify_model(config) == identity
+    assert hashed.count("model.safetensors") == 3
+
+
+def test_weights_are_hashed_where_nothing_can_be_remembered(
+    base_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = identify_model(ModelConfig(name=str(base_folder)))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ISTAR_CACHE", str(tmp_path / "file"))
+    assert identify_model(ModelConfig(name=str(base_folder))) == identity
 
 
 def test_a_local_copy_of_the_model_is_the_same_run(composed: Build) -> None:

@@ -1,6 +1,8 @@
 """A run that is interrupted at any point and resumed has bit for bit the results of an uninterrupted run."""
 
 import csv
+import json
+import zipfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +17,7 @@ from istar.files.outputs import run_output
 from istar.finetune.config import Config, MonitorConfig
 from istar.finetune.execute import recording
 from istar.finetune.execute.run import run
-from istar.finetune.training.checkpoints import AtomicCheckpointIO
+from istar.finetune.training.checkpoints import AtomicCheckpointIO, read_checkpoint
 from istar.finetune.training.kept_models import KeptModels
 from istar.finetune.training.module import FineTuner
 from istar.finetune.training.refresh import ShrinkageCovariance
@@ -249,6 +251,19 @@ def test_validations_and_checkpoints_across_epochs(run_interrupted, run_uninterr
     steps = [(entry["epoch"], entry["step"]) for entry in read_result(folder).epochs]
     assert steps == [(1, 2), (2, 4), (2, 5)]
     assert_same(run_interrupted(FineTuner, "training_step", count, *ACROSS_EPOCHS), folder)
+
+
+def test_predictions_are_stored_once_with_the_best_weights(run_uninterrupted):
+    folder = run_uninterrupted()
+    best_epoch = read_checkpoint(next((folder / "checkpoints").glob("step-*.ckpt")))["callbacks"]["History"]["best"]
+    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    stored = read_checkpoint(folder / "checkpoints" / f"best-epoch-{best_epoch}.ckpt")["evaluations"][""]["predictions"]
+    assert stored == predictions
+    assert len(predictions) == 16
+    for path in (folder / "checkpoints").glob("step-*.ckpt"):
+        with zipfile.ZipFile(path) as archive:
+            [data] = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            assert b"prediction" not in archive.read(data)
 
 
 @pytest.mark.parametrize(
