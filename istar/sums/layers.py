@@ -1,26 +1,21 @@
-"""Sums of one layer's hidden states, for its measures and their standard errors over groups of documents."""
+"""Measures of one layer's hidden states, and their standard errors over groups of documents, from sums."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from istar.errors import float_or_nan
 from istar.measures import (
-    Accumulator,
     CosineContributions,
     DimensionMoments,
     FourthMoments,
     GroupedPoints,
-    MassiveActivations,
     MassiveActivationsSummary,
     Norms,
     PowerLaw,
-    TokenKurtosis,
     alpha_req,
     count_dimensions,
     effective_rank,
@@ -37,153 +32,105 @@ from istar.measures import (
     singular_values,
     top_share,
 )
-from istar.measures.activations import row_kurtosis
 from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.measures.isoscores import unchecked_isoscore_unbiased
-from istar.measures.numerics import accumulation_dtype, full_precision, inverse_or_zero, is_rounding, row_norms
-from istar.measures.point_groups import NUM_LOG2_BINS
+from istar.measures.numerics import is_rounding
 from istar.measures.spectrum import significant_roots
-from istar.sums.grouped_moments import GroupedMoments, sum_over_points
-from istar.sums.rows import Rows
+from istar.sums.stack_sums import NORM_EDGES, SCALARS, StackSums
 
-MeasureSet = Literal["basic", "all"]
-"""Which measures to compute: all, or all but the slowest."""
-_FLOAT32_RANGE = (1e-5, 1e8)
-"""Norms and deviations of dimensions in this range have fourth powers within float32's range and precision."""
-_NORM_EDGES = torch.logspace(-2, 4, 241, device="cpu").tolist()
-"""Edges of the bins of the histogram of norms."""
 _FIRST_FITTED_RANK, _LAST_FITTED_RANK, _MIN_FITTED_RANKS = 11, 100, 10
 """Ranks of the variances, from 1, that alpha-ReQ fits a power law to, and their smallest number: any line fits few."""
 
 
-@dataclass(frozen=True)
-class LayerSettings:
-    """What a `Layer` accumulates."""
-
-    measures: MeasureSet = "basic"  # `all` adds the kurtosis of tokens and massive activations, the slowest measures
-    num_groups: int = 0  # number of groups of documents for standard errors; 0 computes none
-    scatter_by_group: bool = True  # whether measures of the covariance get standard errors: d^2 numbers by group
-    has_positions: bool = True  # whether points have a position in their example, as tokens in a text
-
-
-class Layer(Accumulator):
-    """Accumulates what the measures of one layer's hidden states need.
-
-    Batches may come in any order, and the accumulators of several processes merge exactly. Elementwise operations and
-    the sums over a batch are float32, or float64 if the hidden states are float64 or leave the range where float32
-    keeps its digits. Sums are accumulated in float64 (float32 on MPS), except the sums of unit vectors by type, which
-    are float32.
+class Layer:
+    """The measures of one layer's hidden states, from the sums of a stack at a time; later updates may change them.
 
     Args:
-        vocabulary_size: number of token types. 0 leaves out IntraSim and the measures by frequency.
-        origin: a point near the mean, `(d,)`, on the device of the hidden states. Powers are summed about it, so that a
-            large mean costs no digits. Accumulators to merge need the same origin and settings.
-        settings: what is accumulated.
-
-    Attributes:
-        types: norms and directions by token type, or None.
-        positions: norms and directions by `log2_bins` of the position, or None.
+        sums: the sums of a stack of states.
+        state: name of one of them.
     """
 
-    def __init__(self, vocabulary_size: int, origin: Tensor, settings: LayerSettings | None = None) -> None:
-        self.settings = settings or LayerSettings()
-        # The same number in float32 and in float64, so that sums in both are about the same point.
-        self._origin = origin.float().to(accumulation_dtype(origin.device))
-        dim, device, num_groups = len(origin), origin.device, self.settings.num_groups
-        num_moments = num_groups if num_groups and self.settings.scatter_by_group else 1
-        self._moments = GroupedMoments(num_moments, self._origin)
-        self._groups = GroupedPoints(num_groups, dim, device) if num_groups else None
-        self.cosine = CosineContributions(dim, device)
-        self.norms = Norms(dim, _NORM_EDGES, device)
-        # Sums of the first to the fourth powers of the differences from the origin in each dimension, `(4, d)`.
-        self.power_sums = self.add_state("power_sums", self._origin.new_zeros(4, dim), "sum")
-        # float32 halves the largest sums of a layer. It changes IntraSim by 3e-10, and the value of one type by 9e-8.
-        self.types = GroupedPoints(vocabulary_size, dim, device, torch.float32) if vocabulary_size else None
-        self.positions = GroupedPoints(NUM_LOG2_BINS, dim, device) if self.settings.has_positions else None
-        has_all_measures = self.settings.measures == "all"
-        self._kurtosis = TokenKurtosis(dim, device=device) if has_all_measures else None
-        self._massive = MassiveActivations(dim, device=device) if has_all_measures else None
+    def __init__(self, sums: StackSums, state: str) -> None:
+        self._sums, self._state, self._index = sums, state, sums.names.index(state)
+        self._origin, self._epsilon = sums.origins[self._index], sums.epsilons[self._index]
+        self._group_scalars = dict(zip(SCALARS, sums.group_scalars[self._index].T, strict=True))
+        self._scalars = {name: values.sum() for name, values in self._group_scalars.items()}
 
-    @torch.no_grad()
-    def update(self, points: Tensor, rows: Rows) -> None:
-        """Add points `(n, d)`, without padding, in the order of `rows`. An unknown type or position is -1."""
-        if not len(points):
-            return
-        if self._massive is not None:
-            unknown = torch.full((len(points),), -1, device=points.device)
-            columns = (unknown if column is None else column for column in (rows.type_ids, rows.positions))
-            self._massive.update(points, *columns)
-        with full_precision(points.device):
-            if not self._add(points.to(torch.promote_types(points.dtype, torch.float32)), rows):
-                self._add(points.double(), rows)
+    @property
+    def device(self) -> torch.device:
+        """The device of the sums."""
+        return self._origin.device
 
-    def _add(self, points: Tensor, rows: Rows) -> bool:
-        """Add points, float32 or float64, in the order of `rows`, and return True.
+    @cached_property
+    def cosine(self) -> CosineContributions:
+        """The sums of unit vectors of all points."""
+        weighted_sums, weighted_squares = self._sums.weighted_squares[self._index]
+        weight_total = self._scalars["squared_weights"]
+        cosine = CosineContributions(len(self._origin), self.device)
+        cosine.total = self._unit_totals.sum(0)
+        # By (w x)^2 = w^2 y^2 + 2 w^2 y o + w^2 o^2, for y = x - o.
+        cosine.squares = weighted_squares + (2 * weighted_sums + weight_total * self._origin) * self._origin
+        cosine.count = self._scalars["is_nonzero"]
+        cosine.zeros = self._scalars["ones"] - cosine.count
+        return cosine
 
-        If the points need float64 and the device has it, add nothing and return False.
-        """
-        norms = row_norms(points)
-        inverse_norms = inverse_or_zero(norms)
-        sums = sum_over_points(points, self._origin, inverse_norms)
-        can_be_wider = points.dtype == torch.float32 and self._origin.dtype == torch.float64
-        if can_be_wider:
-            low, high = _FLOAT32_RANGE
-            deviations = (sums.powers[1] / len(points)).sqrt()
-            nonzero_norms = torch.where(norms == 0, 1, norms)
-            extremes = torch.stack([*nonzero_norms.aminmax(), *deviations.aminmax()]).tolist()
-            smallest_norm, largest_norm, smallest_deviation, largest_deviation = extremes
-            # The comparisons are false for NaN.
-            if not (low < smallest_norm and largest_norm < high and largest_deviation < high):
-                return False
-            if smallest_deviation < low:  # as in layers of pretrained models with normalization gains of nearly 0
-                small = (deviations < low).nonzero().squeeze(1)
-                differences = points[:, small].to(self._origin) - self._origin[small]
-                sums.powers[:, small] = torch.stack([differences.pow(power).sum(0) for power in range(1, 5)])
-        self.power_sums = self.power_sums + sums.powers
-        self._moments.update(sums.centered, sums.squared_distances, rows)
-        wide_norms, wide_inverse_norms = norms.to(self._origin), inverse_norms.to(self._origin)
-        self.norms.add_norms(wide_norms, sums.powers[0] + len(points) * self._origin)
-        self._add_cosines(wide_inverse_norms, sums.weighted)
-        values = torch.stack([wide_norms, wide_inverse_norms, (norms != 0).to(wide_norms)])
-        for grouped_points, grouped_rows in (
-            (self._groups, rows.groups),
-            (self.positions, rows.position_bins),
-            (self.types, rows.types),
-        ):
-            if grouped_points is not None and grouped_rows is not None:
-                # By w x = w (x - o) + w o, for unit vectors w x and the origin o.
-                weighted = grouped_rows.sum_rows(sums.centered, inverse_norms).to(grouped_points.dtype)
-                norm_totals, weight_totals, num_nonzero = grouped_rows.sum_values(values)
-                unit_totals = weighted.addr_(weight_totals.to(weighted), self._origin.to(weighted))
-                grouped_points.add_rows(grouped_rows, unit_totals, norm_totals, num_nonzero)
-        if self._kurtosis is not None:
-            self._kurtosis.add_kurtoses(*row_kurtosis(points))
-        return True
+    @cached_property
+    def norms(self) -> Norms:
+        """The norms of all points."""
+        norms = Norms(len(self._origin), NORM_EDGES, self.device)
+        norms.count, norms.norm_total = self._scalars["ones"].long(), self._scalars["norms"]
+        norms.total = self._sums.powers[self._index, 0] + self._scalars["ones"] * self._origin
+        norms.smallest, norms.largest = self._sums.smallest_norms[self._index], self._sums.largest_norms[self._index]
+        norms.bins = self._sums.norm_bins[self._index].long()
+        return norms
 
-    def _add_cosines(self, inverse_norms: Tensor, sums: Tensor) -> None:
-        """Add points x to the cosines, with y = x - o for the origin o, and w = 1 / |x|, or 0 for a zero point.
+    @cached_property
+    def types(self) -> GroupedPoints | None:
+        """Norms and directions by token type, or None without a vocabulary."""
+        scalars = self._sums.type_scalars[self._index]
+        if not len(scalars):
+            return None
+        counts, norm_totals, num_nonzero, weights = scalars.unbind(-1)
+        types, vectors = self._sums.type_vectors.gather(self._state)
+        unit_totals = vectors.addr(weights[types].to(vectors), self._origin.to(vectors))
+        return GroupedPoints.of_sums(counts.long(), num_nonzero.long(), norm_totals, unit_totals, types)
 
-        `inverse_norms` are the w, `(n,)`. `sums` are the sums of w y, w^2 y and w^2 y^2, `(3, d)`, in the same dtype.
-        """
-        weighted, squared_weighted, weighted_squares = sums
-        squared_total = inverse_norms.square().sum()
-        # By w x = w y + w o and (w x)^2 = w^2 y^2 + 2 w^2 y o + w^2 o^2.
-        total = weighted + inverse_norms.sum() * self._origin
-        squares = weighted_squares + (2 * squared_weighted + squared_total * self._origin) * self._origin
-        num_nonzero = inverse_norms.count_nonzero()
-        self.cosine.add_sums(total, squares, num_nonzero, len(inverse_norms) - num_nonzero)
+    @cached_property
+    def positions(self) -> GroupedPoints | None:
+        """Norms and directions by `log2_bins` of the position, or None without positions."""
+        scalars = self._sums.position_scalars[self._index]
+        if not len(scalars):
+            return None
+        counts, norm_totals, num_nonzero, weight_totals = scalars.unbind(-1)
+        # By w x = w (x - o) + w o, for unit vectors w x and the origin o.
+        unit_totals = self._sums.position_vectors[self._index] + weight_totals[:, None] * self._origin
+        return GroupedPoints.of_sums(counts.long(), num_nonzero.long(), norm_totals, unit_totals)
+
+    @property
+    def _groups(self) -> GroupedPoints | None:
+        """Norms and directions by group of documents, or None without groups."""
+        if not self._sums.settings.num_groups:
+            return None
+        counts, num_nonzero = (self._group_scalars[name].long() for name in ("ones", "is_nonzero"))
+        return GroupedPoints.of_sums(counts, num_nonzero, self._group_scalars["norms"], self._unit_totals)
+
+    @property
+    def _unit_totals(self) -> Tensor:
+        """Sums of the unit vectors of each group, `(groups, d)`."""
+        weight_totals = self._group_scalars["weights"]
+        unit_totals: Tensor = self._sums.group_vectors[self._index, 2] + weight_totals[:, None] * self._origin
+        return unit_totals
 
     @property
     def moments(self) -> FourthMoments:
         """Moments of all points, computed at each access. If all points are equal up to rounding, the scatter is 0."""
-        return _clear_rounding_errors(self._moments.compute_moments(), self._origin)
+        return self._make_moments([sums.sum(0) for sums in self._group_sums])
 
     @property
     def dimensions(self) -> DimensionMoments:
         """Moments of each dimension, computed at each access, on the CPU; 0 where points are equal up to rounding."""
-        origin, epsilon = self._origin.cpu(), self._moments.epsilon.cpu()
-        count = self._moments.counts.sum().cpu()
-        dimensions = DimensionMoments.about_mean(origin, count, self.power_sums.cpu())
+        origin, epsilon, count = self._origin.cpu(), self._epsilon.cpu(), self._scalars["ones"].cpu()
+        dimensions = DimensionMoments.about_mean(origin, count, self._sums.powers[self._index].cpu())
         variances, mean = dimensions.m2 / count, dimensions.mean
         squares = mean.square() + (mean - origin).square() / epsilon  # the sums are rounded, too
         is_constant = is_rounding(variances, squares, epsilon) | is_rounding(variances.sum(), squares.sum(), epsilon)
@@ -243,8 +190,8 @@ class Layer(Accumulator):
             # IntraSim is the mean over the types that occur at least twice; NaN if there is none.
             measures["intra_sim"] = self.types.inter_sim().nanmean()
             measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
-        if self._kurtosis is not None:
-            token_kurtosis = self._kurtosis.compute()
+        if self._state in self._sums.kurtosis:
+            token_kurtosis = self._sums.kurtosis[self._state].compute()
             measures |= {"token_kurtosis": token_kurtosis.average, "largest_token_kurtosis": token_kurtosis.largest}
         massive = self.find_massive_activations()
         if massive is not None:
@@ -262,7 +209,7 @@ class Layer(Accumulator):
 
     def find_massive_activations(self) -> MassiveActivationsSummary | None:
         """Return the massive activations, or None if the settings leave them out."""
-        return None if self._massive is None else self._massive.compute()
+        return self._sums.massive[self._state].compute() if self._state in self._sums.massive else None
 
     def summarize_by_position(self) -> dict[str, list[float]]:
         """Return the average norm and InterSim of the points in bins of their position; {} without positions."""
@@ -279,11 +226,12 @@ class Layer(Accumulator):
         of points without each group. A list is empty if a group has no points, or if the measure is undefined without
         one of the groups. Without groups, the result is empty.
         """
-        if self._groups is None:
+        groups = self._groups
+        if groups is None:
             return {}
-        has_scatter = self.settings.scatter_by_group
+        has_scatter = self._sums.settings.scatter_by_group
         names = [name for name, needs in MEASURES_WITH_ERROR.items() if needs == "points" or has_scatter]
-        estimates = self._compute_without_each_group(self._groups) if (self._groups.count > 0).all() else []
+        estimates = self._compute_without_each_group(groups) if (groups.count > 0).all() else []
         replicates = {name: [measures[name] for measures in estimates] for name in ("points", *names)}
         # A measure is NaN if it is not defined, such as the power law of few dimensions.
         return {name: values if all(map(math.isfinite, values)) else [] for name, values in replicates.items()}
@@ -294,17 +242,32 @@ class Layer(Accumulator):
             {"points": float(others.count), "inter_sim": others.inter_sim, "average_norm": others.average_norm}
             for others in groups.merge_others().compute()
         ]
-        if not self.settings.scatter_by_group:
+        if not self._sums.settings.scatter_by_group:
             return estimates
-        for measures, sums in zip(estimates, self._moments.sum_without_each_group(), strict=True):
-            about_mean = FourthMoments.about_mean(self._origin, sums, self._moments.epsilon)
-            moments = _clear_rounding_errors(about_mean, self._origin)
+        group_sums = self._group_sums
+        totals = [sums.sum(0) for sums in group_sums]
+        for measures, *one_group in zip(estimates, *group_sums, strict=True):
+            moments = self._make_moments([total - sums for total, sums in zip(totals, one_group, strict=True)])
             eigenvalues = torch.linalg.eigvalsh(moments.scatter).flip(0)
             spectrum = significant_roots(moments.scatter, moments, eigenvalues).cpu()
             measures |= _compute_covariance_measures(unchecked_isoscore_unbiased(moments).item(), spectrum)
             mean_vector, norm = moments.mean.norm().item(), measures["average_norm"]
             measures |= {"mean_vector_norm": mean_vector, "norm_ratio": mean_vector / norm if norm else 0.0}
         return estimates
+
+    @property
+    def _group_sums(self) -> list[Tensor]:
+        """The sums of each group as `FourthMoments.about_mean` takes them, with packed scatter matrices."""
+        sums, index = self._sums, self._index
+        totals, thirds, _ = sums.group_vectors[index]
+        counts, fourths = (self._group_scalars[name] for name in ("ones", "fourth_powers"))
+        return [counts, totals, sums.scatters[index], thirds, fourths]
+
+    def _make_moments(self, sums: list[Tensor]) -> FourthMoments:
+        count, total, packed_scatter, third, fourth = sums
+        unpacked = [count, total, self._sums.panels.unpack(packed_scatter), third, fourth]
+        moments = FourthMoments.about_mean(self._origin, unpacked, self._epsilon)
+        return _clear_rounding_errors(moments, self._origin)
 
 
 def _clear_rounding_errors(moments: FourthMoments, origin: Tensor) -> FourthMoments:
