@@ -13,8 +13,8 @@ from istar.measures import Accumulator, MassiveActivations, TokenKurtosis
 from istar.measures.activations import row_kurtosis
 from istar.measures.numerics import accumulation_dtype, check_finite, full_precision, inverse_or_zero, row_norms
 from istar.measures.point_groups import NUM_LOG2_BINS, RowSums
-from istar.sums.blocks import StateSums, UpperPanels, count_states_in_block, sum_stack
 from istar.sums.rows import Rows, RowsByGroup
+from istar.sums.stack_blocks import StateSums, UpperPanels, count_states_in_block, sum_stack
 
 MeasureSet = Literal["basic", "all"]
 """Which measures to compute: all, or all but the slowest."""
@@ -67,7 +67,6 @@ class StackSums(Accumulator):
         self.origins = self.add_state("origins", stacked_origins.float().to(accumulation_dtype(device)), "equal")
         self.panels = UpperPanels(dim, device)
         self._num_groups = max(self.settings.num_groups, 1)
-        num_scatters = self._num_groups if self.settings.scatter_by_group else 1
 
         def zeros(*shape: int) -> Tensor:
             return self.origins.new_zeros(num_states, *shape)
@@ -101,9 +100,7 @@ class StackSums(Accumulator):
     def update(self, points: Mapping[str, Tensor], rows: Rows) -> None:
         """Add points `(n, d)` of some of the states, without padding, in the order of `rows`, on their device.
 
-        The points of other states are ignored.
-
-        An unknown type or position is -1.
+        The points of states that are not in the stack are ignored.
 
         Raises:
             NonFiniteError: if a point is not finite.
@@ -115,7 +112,7 @@ class StackSums(Accumulator):
 
     def _add(self, points: Sequence[Tensor], indices: Sequence[int], rows: Rows) -> None:
         """Add the points of states by their indices among all states."""
-        norms, dtypes, is_extreme = self._compute_norms(points, indices)
+        norms, dtypes, extreme_positions = self._compute_norms(points, indices)
         weights = inverse_or_zero(norms)
         bins = rows.position_bins if self.settings.has_positions else None
         types = rows.types if self.type_scalars.shape[1] else None
@@ -138,7 +135,7 @@ class StackSums(Accumulator):
             parts.append(part_sums)
         sums = StateSums(*map(torch.cat, zip(*parts, strict=True)))
         self._add_small_dimensions(sums.powers, points, indices, dtypes)
-        for position in is_extreme:
+        for position in extreme_positions:
             name = self.names[indices[position]]
             check_finite(sums.powers[position], f"the hidden states at {name}, or their fourth powers,")
         index = torch.tensor(indices, device=norms.device)
@@ -171,12 +168,14 @@ class StackSums(Accumulator):
             (self.epsilons, norms.new_tensor([torch.finfo(dtype).eps for dtype in dtypes]), torch.maximum),
         ):
             target[index] = merge(target[index], values)
-        for position, (state, dtype) in enumerate(zip(map(self.names.__getitem__, indices), dtypes, strict=True)):
-            if state in self.massive:
-                unknown = torch.full_like(rows.groups.indices, -1)
-                columns = (unknown if column is None else column for column in (rows.type_ids, rows.positions))
-                self.massive[state].update(points[position], *columns)
-                self.kurtosis[state].add_kurtoses(*row_kurtosis(points[position].to(dtype)))
+        if self.settings.measures == "all":
+            # An unknown type or position is -1.
+            unknown = torch.full_like(rows.groups.indices, -1)
+            columns = [unknown if column is None else column for column in (rows.type_ids, rows.positions)]
+            for state_index, state_points, dtype in zip(indices, points, dtypes, strict=True):
+                state = self.names[state_index]
+                self.massive[state].update(state_points, *columns)
+                self.kurtosis[state].add_kurtoses(*row_kurtosis(state_points.to(dtype)))
 
     def _compute_norms(
         self, points: Sequence[Tensor], indices: Sequence[int]
@@ -190,7 +189,7 @@ class StackSums(Accumulator):
         # The differences from a nearby origin are as small as the points.
         largest = torch.maximum(norms.amax(1), torch.linalg.vector_norm(self.origins[list(indices)], dim=1))
         extremes = torch.stack([norms.amin(1), largest], 1).tolist()
-        is_extreme = []
+        extreme_positions = []
         for position, (state, dtype) in enumerate(zip(points, dtypes, strict=True)):
             smallest_norm, largest_norm = extremes[position]
             if not _is_in_range(smallest_norm, largest_norm, dtype):
@@ -199,9 +198,9 @@ class StackSums(Accumulator):
                 if not _is_in_range(smallest_norm, largest_norm, dtype):
                     dtypes[position] = torch.promote_types(dtype, wide)
                     exact_norms = row_norms(state.to(dtypes[position]))
-                    is_extreme.append(position)
+                    extreme_positions.append(position)
                 norms[position] = exact_norms
-        return norms, dtypes, is_extreme
+        return norms, dtypes, extreme_positions
 
     def _split_states(
         self, points: Sequence[Tensor], indices: Sequence[int], dtypes: Sequence[torch.dtype]

@@ -13,7 +13,7 @@ import torch
 
 from istar.measures import isoscore_unbiased
 from istar.measures.catalogue import MEASURES_WITH_ERROR
-from istar.sums import blocks
+from istar.sums import stack_blocks
 from istar.sums.layers import Layer
 from istar.sums.rows import Rows
 from istar.sums.stack_sums import LayerSettings, StackSums
@@ -75,7 +75,7 @@ def tolerance(is_by_type: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("max_rows", [1, 7, 10_000])
 def test_batches_and_merges_change_no_measures(max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MAX_PRODUCT_ROWS", max_rows)
+    monkeypatch.setattr(stack_blocks, "MAX_PRODUCT_ROWS", max_rows)
     first, second = zip(*(column.split([8 * LENGTH, 12 * LENGTH]) for column in make_text()), strict=True)
     expected_layer = make_layer(make_text())
     restored_sums = make_sums()

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from istar.measures import log2_bins
-from istar.sums import blocks
-from istar.sums.blocks import UpperPanels, sum_stack
+from istar.sums import stack_blocks
 from istar.sums.rows import Rows
+from istar.sums.stack_blocks import UpperPanels, sum_stack
 
 NUM_GROUPS, NUM_POINTS, NUM_STATES = 3, 50, 2
 
@@ -62,13 +62,13 @@ def assert_sums(points: Tensor, groups: Tensor, num_scatters: int = NUM_GROUPS) 
 def test_sums_of_all_points_and_of_each_group(
     monkeypatch: pytest.MonkeyPatch, dim: int, max_rows: int, panel_width: int, num_scatters: int
 ) -> None:
-    monkeypatch.setattr(blocks, "PANEL_WIDTH", panel_width)
-    monkeypatch.setattr(blocks, "MAX_PRODUCT_ROWS", max_rows)
+    monkeypatch.setattr(stack_blocks, "PANEL_WIDTH", panel_width)
+    monkeypatch.setattr(stack_blocks, "MAX_PRODUCT_ROWS", max_rows)
     assert_sums(*make_points(dim), num_scatters)
 
 
 def test_more_dimensions_than_a_panel_has() -> None:
-    assert_sums(*make_points(2 * blocks.PANEL_WIDTH + 9))
+    assert_sums(*make_points(2 * stack_blocks.PANEL_WIDTH + 9))
 
 
 def test_groups_may_be_missing() -> None:
