@@ -275,17 +275,6 @@ class GroupedPoints(Accumulator):
         regrouped.nonzero.index_add_(0, groups, self.nonzero)
         return regrouped
 
-    def merge_others(self) -> "GroupedPoints":
-        """Return a new accumulator in which each group has the points of all other groups of this one."""
-        occupied, unit_totals = self._unit_totals.gather()
-        is_other = 1 - torch.eye(self.groups, dtype=self.norm_total.dtype, device=self.norm_total.device)
-        return GroupedPoints.of_sums(
-            self.count.sum() - self.count,
-            self.nonzero.sum() - self.nonzero,
-            is_other @ self.norm_total,
-            is_other[:, occupied] @ unit_totals.to(is_other),
-        )
-
     def compute(self) -> list[GroupSummary]:
         """Return the summary of each group, in the order of the groups. Empty groups have a count of 0.
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from istar.measures.catalogue import MEASURES_WITH_ERROR
 from istar.sums.layers import Layer
 from istar.sums.rows import Rows
 from istar.sums.sample import Sample
+from istar.sums.stack_measures import compute_measures, compute_replicates, compute_spectra
 from istar.sums.stack_sums import LayerSettings, MeasureSet, StackSums
+
+T = TypeVar("T")
 
 UPDATE_POINTS = 8_192
 """Maximum number of points to add to the sums at once, unless a batch has more. A model on a CPU is fastest with small
@@ -130,8 +134,7 @@ class SourceSums(Accumulator):
     @property
     def layers(self) -> dict[str, Layer]:
         """What is measured of each state, by its name."""
-        layers = {state: Layer(stack, state) for stack in self.stacks.values() for state in stack.names}
-        return {state: layers[state] for state in self._states}
+        return self._sort({state: Layer(stack, state) for state in stack.names} for stack in self.stacks.values())
 
     def get_sample(self, state: str) -> Sample:
         """Return the sample with the points of a state."""
@@ -160,6 +163,14 @@ class SourceSums(Accumulator):
                 points_by_state = {state: states[state] for state in sample.states}
                 sample.update(part_keys, part_lengths, types, points_by_state, row_of_point)
 
+    def compute_spectra(self) -> dict[str, dict[str, Tensor]]:
+        """Compute the singular values by state and form, `raw` and `centered`, `(d,)`, descending, on the CPU."""
+        return self._sort([compute_spectra(stack) for stack in self.stacks.values()])
+
+    def compute_replicates(self) -> dict[str, dict[str, list[float]]]:
+        """Compute measures without each group of examples, by state and name; see `stack_measures`."""
+        return self._sort([compute_replicates(stack) for stack in self.stacks.values()])
+
     def compute_measures(
         self,
         spectra: Mapping[str, Mapping[str, Tensor]] | None = None,
@@ -167,25 +178,27 @@ class SourceSums(Accumulator):
     ) -> dict[str, dict[str, float]]:
         """Compute all measures, by state and name. A sample of size 0 leaves out the measures that need it.
 
-        `spectra` and `replicates` are results of `Layer.compute_spectra` and `Layer.compute_replicates` by state; None
-        computes them.
+        `spectra` and `replicates` are results of `compute_spectra` and `compute_replicates`; None computes them.
         """
-        measures_by_state = {
-            state: layer.compute_measures((spectra or {}).get(state), (replicates or {}).get(state))
-            for state, layer in self.layers.items()
-        }
-        layers = self.layers
+        spectra = self.compute_spectra() if spectra is None else spectra
+        replicates = self.compute_replicates() if replicates is None else replicates
+        measures_by_state = self._sort([compute_measures(stack, spectra, replicates) for stack in self.stacks.values()])
         for state, measures in measures_by_state.items():
             sample = self.get_sample(state)
             if sample.size:
                 measures["two_nn"], measures["two_nn_error"] = sample.estimate_two_nn(state)
                 if self._has_all_measures:
                     measures |= sample.compute_cosines(state) | sample.compute_neighbour_measures(state)
-                if layers[state].is_constant:  # distances and z-scores are rounding errors
+                if math.isnan(measures["outlier_severity"]):  # points are equal, and their distances rounding errors
                     names = {"two_nn", "two_nn_error", "sample_inter_sim_standardized", "uniformity"}
                     names.update(NeighbourMeasures._fields)
                     measures |= dict.fromkeys(measures.keys() & names, math.nan)
         return measures_by_state
+
+    def _sort(self, results: Iterable[Mapping[str, T]]) -> dict[str, T]:
+        """Return results of the stacks in the order of the states."""
+        by_state = {state: result for results_of_stack in results for state, result in results_of_stack.items()}
+        return {state: by_state[state] for state in self._states}
 
     def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
         """Estimate the intrinsic dimension by state and scale; empty without a sample, or with the basic measures."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from istar.measures import Accumulator, MassiveActivations, TokenKurtosis
 from istar.measures.activations import row_kurtosis
+from istar.measures.norms import count_in_bins
 from istar.measures.numerics import accumulation_dtype, check_finite, full_precision, inverse_or_zero, row_norms
 from istar.measures.point_groups import NUM_LOG2_BINS, RowSums
 from istar.sums.rows import Rows, RowsByGroup
@@ -143,7 +144,7 @@ class StackSums(Accumulator):
             (self.group_vectors, sums.group_vectors),
             (self.powers, sums.powers),
             (self.weighted_squares, sums.weighted_squares),
-            (self.norm_bins, self._count_in_bins(norms)),
+            (self.norm_bins, count_in_bins(norms, norms.new_tensor(NORM_EDGES))),
         ):
             target.index_add_(0, index, values)
         # Fourth powers can leave the range of float32.
@@ -231,14 +232,6 @@ class StackSums(Accumulator):
             small = dimensions.nonzero().squeeze(1)
             differences = points[position][:, small].to(powers) - self.origins[indices[position], small]
             powers[position][:, small] = torch.stack([differences.pow(power).sum(0) for power in range(1, 5)])
-
-    @staticmethod
-    def _count_in_bins(norms: Tensor) -> Tensor:
-        """Return the number of norms of each state below the first of `NORM_EDGES`, in each bin, and above the last."""
-        edges = norms.new_tensor(NORM_EDGES)
-        # The last bin includes its upper edge, as in numpy.histogram.
-        bins = torch.bucketize(norms, edges, right=True) - (norms == edges[-1]).long()
-        return norms.new_zeros(len(norms), len(NORM_EDGES) + 1).scatter_add_(1, bins, torch.ones_like(norms))
 
 
 def _is_in_range(smallest_norm: float, largest_norm: float, dtype: torch.dtype) -> bool:

@@ -29,6 +29,7 @@ from istar.sums.rows import Rows
 from istar.sums.sample import Sample
 from istar.sums.stack_sums import LayerSettings, StackSums
 from tests.forks import compute_in_group
+from tests.sums.layer_measures import measure_layer
 
 DIM, LENGTH, NUM_GROUPS, VOCABULARY = 6, 5, 3, 9
 SIZES = (3, 8, 1)
@@ -121,7 +122,7 @@ def summarize(accumulator: Any) -> Any:
         return {
             f"{state} {name}": value
             for state, layer in layers.items()
-            for name, value in {**layer.compute_measures(), **layer.summarize_by_position()}.items()
+            for name, value in {**measure_layer(layer), **layer.summarize_by_position()}.items()
         }
     return accumulator.state_dict()
 

@@ -16,6 +16,7 @@ from istar.sums.layers import Layer
 from istar.sums.rows import Rows
 from istar.sums.sample import Sample
 from istar.sums.stack_sums import LayerSettings, StackSums
+from tests.sums.layer_measures import measure_layer
 
 SHAPE = {"rows", "dimensions"}
 """Entries of a matrix that are no measures of it."""
@@ -36,7 +37,7 @@ def test_every_measure_of_a_layer_is_in_the_catalogue():
     sample = Sample({"layer": torch.device("cpu")}, 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
     of_pairs = sample.compute_cosines("layer") | sample.compute_neighbour_measures("layer")
-    computed = {*layer.compute_measures(), *of_pairs, "two_nn", "two_nn_error"}
+    computed = {*measure_layer(layer), *of_pairs, "two_nn", "two_nn_error"}
     assert computed | TABLES == measure_names("layers")
     tables = {"by_position": layer.summarize_by_position(), "by_frequency": layer.summarize_by_frequency()}
     columns = {f"{column}_{field}" for field, table in tables.items() for column in table}

@@ -14,6 +14,7 @@ from istar.sums.layers import Layer
 from istar.sums.rows import Rows
 from istar.sums.stack_sums import StackSums
 from tests import oracles
+from tests.sums.layer_measures import measure_layer
 
 LINES = (
     "The cat sat on the mat.",
@@ -37,7 +38,7 @@ def measure(points: Tensor) -> dict[str, float]:
     for batch in points.split(300):
         zeros = torch.zeros(len(batch), dtype=torch.int64)
         sums.update({"layer": batch}, Rows.of(zeros, zeros, zeros))
-    return Layer(sums, "layer").compute_measures()
+    return measure_layer(Layer(sums, "layer"))
 
 
 def fitted_exponent(values: np.ndarray) -> float:

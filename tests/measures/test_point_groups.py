@@ -153,15 +153,6 @@ def test_sums_of_groups_are_those_of_points_added_one_by_one():
     assert by_sums.nonzero.tolist() == [15, 14, 15, 15, 0]
 
 
-@pytest.mark.usefixtures("any_allocation")
-def test_each_group_can_have_the_points_of_all_others():
-    points, groups = cloud(), POSITIONS % 3
-    others = GroupedPoints(4, 5).update(points, groups).merge_others()
-    for group, summary in enumerate(others.compute()):
-        expected = GroupedPoints(1, 5).update(points[groups != group], groups[groups != group] * 0).compute()[0]
-        assert vars(summary) == pytest.approx(vars(expected), rel=1e-12)
-
-
 WITH_NAN = cloud()
 WITH_NAN[2, 1] = math.nan
 GROUPS = POSITIONS % 3

@@ -15,6 +15,7 @@ from istar.sums.rows import Rows
 from istar.sums.source_sums import SourceSums, SumSettings
 from istar.sums.stack_sums import LayerSettings, StackSums
 from tests.geometry.collect.test_stream import compute_naive_measures
+from tests.sums.layer_measures import measure_layer
 
 NUM_POINTS, DIM, TYPES = 400, 12, 30
 MAX_OPERATIONS, MAX_SYNCHRONIZATIONS = 500, 3
@@ -55,7 +56,7 @@ def assert_naive(layer: Layer, points: Tensor, rows: Rows, rel: float = 1e-5) ->
     """Assert that the measures of a layer are those of its points by their definitions."""
     types = np.arange(len(points)) // 2 if rows.type_ids is None else rows.type_ids.numpy()
     expected = compute_naive_measures(points.double().numpy(), types)
-    measures = layer.compute_measures()
+    measures = measure_layer(layer)
     for name in expected.keys() & measures.keys():
         absolute = 1e-4 if "kurtosis" in name else 1e-7
         if rows.type_ids is not None or "intra" not in name:
@@ -110,13 +111,13 @@ def test_extreme_states_do_not_disturb_their_neighbours(scale: Callable[[Tensor]
     sums = StackSums(origins, TYPES)
     sums.update(states, make_rows())
     for name in "abde":
-        assert Layer(sums, name).compute_measures() == pytest.approx(
-            Layer(plain, name).compute_measures(), rel=1e-6, abs=1e-6, nan_ok=True
+        assert measure_layer(Layer(sums, name)) == pytest.approx(
+            measure_layer(Layer(plain, name)), rel=1e-6, abs=1e-6, nan_ok=True
         )
     layer = Layer(sums, "c")
     points = states["c"].double().numpy()
     nonzero = points[np.linalg.norm(points, axis=1) > 0]
-    measures = layer.compute_measures()
+    measures = measure_layer(layer)
     unit = nonzero / np.linalg.norm(nonzero, axis=1, keepdims=True)
     n = len(nonzero)
     assert measures["inter_sim"] == pytest.approx((np.square(unit.sum(0)).sum() - n) / (n * (n - 1)), rel=1e-6)
@@ -173,7 +174,7 @@ def test_states_of_different_widths_are_in_different_stacks() -> None:
     restored.load_state_dict(sums.state_dict())
     restored.merge(sums)
     for name, layer in restored.layers.items():
-        once, twice = sums.layers[name].compute_measures(), layer.compute_measures()
+        once, twice = measure_layer(sums.layers[name]), measure_layer(layer)
         assert twice["points"] == 2 * once["points"]
         for measure in ("isoscore", "average_norm", "effective_rank", "mean_direction_norm", "largest_kurtosis"):
             assert twice[measure] == pytest.approx(once[measure], rel=1e-9)
