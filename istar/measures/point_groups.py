@@ -20,6 +20,8 @@ from istar.measures.accumulator import Accumulator
 
 _MAX_INITIAL_BYTES = 2**22
 """Sums of unit vectors that take at most this memory for all groups are allocated at once, larger ones as needed."""
+_MAX_UNUSED_BYTES = 2**30
+"""Bytes of the sums of unit vectors that are allocated at once on a CPU, at most for all groups."""
 NUM_LOG2_BINS = 64
 """Number of values of `log2_bins` for any int64: enough groups for any position or count."""
 
@@ -127,10 +129,10 @@ class RowSums(Accumulator):
         self.totals[state].index_add_(0, rows, vectors.to(self.totals[state].dtype))
 
     def gather(self, state: str = "") -> tuple[Tensor, Tensor]:
-        """Return the groups that have a row, ascending, `(k,)`, and their sums of a state, `(k, d)`."""
-        totals = self.totals[state]
+        """Return the groups that have a row, `(k,)`, and their sums of a state, `(k, d)`, which share their memory."""
         groups = (self.row_of_group >= 0).nonzero().squeeze(1)
-        return groups, totals[self.row_of_group[groups]]
+        groups = groups[self.row_of_group[groups].argsort()]
+        return groups, self.totals[state][: len(groups)]
 
     def merge_custom(self, other: Self) -> None:
         """Add the sums of another accumulator."""
@@ -151,11 +153,18 @@ class RowSums(Accumulator):
         """Make room for rows up to `end`, and set those from `start` on to zero."""
         for state, totals in self.totals.items():
             if len(totals) < end:
-                # An eighth more, because adding rows copies the others. On a CPU, memory is taken once it is written.
-                num_rows = min(max(end, start + start // 8), len(self.row_of_group))
+                num_rows = min(self._count_rows(totals, end), len(self.row_of_group))
                 self.totals[state] = totals.new_empty(num_rows, totals.shape[1])
                 self.totals[state][:start] = totals[:start]
             self.totals[state][start:end] = 0
+
+    @staticmethod
+    def _count_rows(totals: Tensor, end: int) -> int:
+        """Return the number of rows to allocate for rows up to `end`."""
+        if totals.device.type == "cpu":
+            # Memory is not taken before it is written, and copies of the rows would leave gaps in it.
+            return max(end, _MAX_UNUSED_BYTES // (totals.shape[1] * totals.element_size()))
+        return end + end // 8  # more than needed, because adding rows copies the others
 
 
 class GroupedPoints(Accumulator):
@@ -214,8 +223,11 @@ class GroupedPoints(Accumulator):
         """
         points = cls(len(count), unit_totals.shape[1], count.device, unit_totals.dtype)
         points.count, points.nonzero, points.norm_total = count, nonzero, norm_total
-        groups = torch.arange(len(count), device=count.device) if occupied is None else occupied
-        points._unit_totals.add(groups, unit_totals)
+        rows = torch.arange(len(unit_totals), device=count.device)
+        points._unit_totals.totals = {"": unit_totals}
+        points._unit_totals.row_of_group = torch.full_like(count, -1).index_copy_(
+            0, rows if occupied is None else occupied, rows
+        )
         return points
 
     @property

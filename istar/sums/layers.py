@@ -1,7 +1,5 @@
 """What is measured of single hidden states: moments, norms, tables by position and frequency, massive activations."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -64,18 +62,18 @@ class Layer:
         norms.bins = sums.norm_bins[index].long()
         return norms
 
-    @cached_property
+    @property
     def types(self) -> GroupedPoints | None:
-        """Norms and directions by token type, or None without a vocabulary."""
+        """Norms and directions by token type, computed at each access; None without a vocabulary."""
         scalars = self.sums.type_scalars[self._index]
         if not len(scalars):
             return None
         types, vectors = self.sums.type_vectors.gather(self.state)
         return self._group(scalars, vectors, types)
 
-    @cached_property
+    @property
     def positions(self) -> GroupedPoints | None:
-        """Norms and directions by `log2_bins` of the position, or None without positions."""
+        """Norms and directions by `log2_bins` of the position, computed at each access; None without positions."""
         scalars = self.sums.position_scalars[self._index]
         if not len(scalars):
             return None
@@ -99,11 +97,13 @@ class Layer:
 
     def summarize_by_position(self) -> dict[str, list[float]]:
         """Return the average norm and InterSim of the points in bins of their position; {} without positions."""
-        return {} if self.positions is None else _summarize_bins(self.positions)
+        positions = self.positions
+        return {} if positions is None else _summarize_bins(positions)
 
     def summarize_by_frequency(self) -> dict[str, list[float]]:
         """Return the average norm and InterSim of tokens by how often their type occurs; {} without a vocabulary."""
-        return {} if self.types is None else _summarize_bins(self.types.regroup(log2_bins(self.types.count)))
+        types = self.types
+        return {} if types is None else _summarize_bins(types.regroup(log2_bins(types.count)))
 
 
 def get_group_sums(sums: StackSums, states: slice) -> list[Tensor]:

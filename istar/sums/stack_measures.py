@@ -110,9 +110,9 @@ def _complete_measures(
     layer: Layer, measures: dict[str, float], replicates: Mapping[str, list[float]]
 ) -> dict[str, float]:
     """Return the measures of a state with those by type and token, and with what follows from the replicates."""
-    if layer.types is not None:
+    if (types := layer.types) is not None:
         # IntraSim is the mean over the types that occur at least twice; NaN if there is none.
-        measures["intra_sim"] = layer.types.inter_sim().nanmean().item()
+        measures["intra_sim"] = types.inter_sim().nanmean().item()
         measures["adjusted_intra_sim"] = measures["intra_sim"] - measures["inter_sim"]
     kurtosis, massive = layer.summarize_kurtosis(), layer.find_massive_activations()
     if kurtosis is not None and massive is not None:
