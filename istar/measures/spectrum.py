@@ -334,7 +334,7 @@ def alpha_req(variances: Tensor, first: int = 11, last: int = 100, weights: Powe
             f"the fit has ranks {first} to {last}, where the positive variances end; "
             "expected at least two ranks, so choose a smaller first rank"
         )
-    alpha, r_squared = fit_power_law(shares, first, torch.tensor(last), weights)
+    alpha, r_squared = fit_power_law(shares, first, torch.tensor(last, device=shares.device), weights)
     return PowerLaw(float(alpha), float(r_squared), first, last)
 
 
