@@ -7,6 +7,7 @@ Large Language Models*, COLM 2024). The norm and the direction of a token also d
 tokens hide both.
 """
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -153,18 +154,20 @@ class RowSums(Accumulator):
         """Make room for rows up to `end`, and set those from `start` on to zero."""
         for state, totals in self.totals.items():
             if len(totals) < end:
-                num_rows = min(self._count_rows(totals, end), len(self.row_of_group))
-                self.totals[state] = totals.new_empty(num_rows, totals.shape[1])
-                self.totals[state][:start] = totals[:start]
+                self.totals[state] = self._make_room(totals[:start], end)
             self.totals[state][start:end] = 0
 
-    @staticmethod
-    def _count_rows(totals: Tensor, end: int) -> int:
-        """Return the number of rows to allocate for rows up to `end`."""
+    def _make_room(self, totals: Tensor, end: int) -> Tensor:
+        """Return a larger copy of rows `(n, d)`, with memory for at least `end` rows."""
+        num_groups, num_bytes = len(self.row_of_group), self.dim * totals.element_size()
         if totals.device.type == "cpu":
-            # Memory is not taken before it is written, and copies of the rows would leave gaps in it.
-            return max(end, _MAX_UNUSED_BYTES // (totals.shape[1] * totals.element_size()))
-        return end + end // 8  # more than needed, because adding rows copies the others
+            # The operating system gives mapped memory when it is written, and copies leave no gaps among other tensors.
+            num_rows = min(max(end, _MAX_UNUSED_BYTES // num_bytes), num_groups)
+            larger = torch.frombuffer(mmap.mmap(-1, num_rows * num_bytes), dtype=totals.dtype).view(num_rows, self.dim)
+        else:
+            larger = totals.new_empty(min(end + end // 8, num_groups), self.dim)
+        larger[: len(totals)] = totals
+        return larger
 
 
 class GroupedPoints(Accumulator):
