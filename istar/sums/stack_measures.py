@@ -24,7 +24,7 @@ _MAX_MATRIX_BYTES = 2**25
 def compute_spectra(sums: StackSums) -> dict[str, dict[str, Tensor]]:
     """Compute the singular values of each state, `raw` and `centered`, `(d,)`, descending, on the CPU."""
     spectra = {}
-    for states in _split_states(sums, num_matrices=1):
+    for states in _split(sums, len(sums.names)):
         moments = compute_moments(sums, states)
         origin_shift = (moments.count[:, None] * moments.mean)[..., None]
         raw_scatter = torch.addcmul(moments.scatter, origin_shift, moments.mean[:, None])
@@ -54,7 +54,7 @@ def compute_measures(
     is_constant = is_rounding(total_variance, squared_mean, torch.finfo(squared_mean.dtype).eps)
     raw, centered = (torch.stack([spectra[state][form] for state in sums.names]) for form in ("raw", "centered"))
     unbiased_scores = [
-        unchecked_isoscore_unbiased(compute_moments(sums, states)).cpu() for states in _split_states(sums, 1)
+        unchecked_isoscore_unbiased(compute_moments(sums, states)).cpu() for states in _split(sums, len(sums.names))
     ]
     covariance_measures = _compute_covariance_measures(torch.cat(unbiased_scores), centered)
     cumulative_shares = unchecked_shares(centered.square()).cumsum(-1)
@@ -143,7 +143,7 @@ def compute_replicates(sums: StackSums) -> dict[str, dict[str, list[float]]]:
     inter_sim, _ = _compute_inter_sim(_sum_others(_compute_unit_totals(sums)), num_nonzero)
     columns = {"points": count, "inter_sim": inter_sim, "average_norm": norm_total / count}
     if has_scatter:
-        parts = [_compute_replicates_of(sums, states) for states in _split_states(sums, num_groups)]
+        parts = [_compute_replicates_of(sums, index) for index in range(len(sums.names))]
         columns |= {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         columns["norm_ratio"] = _divide_norms(columns["mean_vector_norm"], columns["average_norm"])
     is_empty = (sums.group_scalars[..., 0] == 0).any(1)
@@ -159,13 +159,13 @@ def compute_replicates(sums: StackSums) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _compute_replicates_of(sums: StackSums, states: slice) -> dict[str, Tensor]:
-    """Compute the replicates of some states that need scatter matrices, `(states, groups)` by measure."""
-    group_sums = get_group_sums(sums, states)
-    parts = []
-    for groups in _split_groups(sums):
+def _compute_replicates_of(sums: StackSums, index: int) -> dict[str, Tensor]:
+    """Compute the replicates of a state that need scatter matrices, `(1, groups)` by measure."""
+    state, parts = slice(index, index + 1), []
+    group_sums = get_group_sums(sums, state)
+    for groups in _split(sums, sums.settings.num_groups):
         others = [values.sum(1, keepdim=True) - values[:, groups] for values in group_sums]
-        moments = make_moments(sums, states, others)
+        moments = make_moments(sums, state, others)
         spectra = _compute_singular_values(moments.scatter, moments)
         measures = _compute_covariance_measures(unchecked_isoscore_unbiased(moments), spectra)
         parts.append({**measures, "mean_vector_norm": moments.mean.norm(dim=-1)})
@@ -220,21 +220,8 @@ def _sum_others(values: Tensor) -> Tensor:
     return values.sum(1, keepdim=True) - values
 
 
-def _split_states(sums: StackSums, num_matrices: int) -> Iterator[slice]:
-    """Yield slices of the states that are computed at once, if each has some scatter matrices."""
-    return _split(len(sums.names), _count_matrices(sums) // num_matrices)
-
-
-def _split_groups(sums: StackSums) -> Iterator[slice]:
-    """Yield slices of the groups that are computed at once."""
-    return _split(sums.settings.num_groups, _count_matrices(sums))
-
-
-def _count_matrices(sums: StackSums) -> int:
-    """Return how many scatter matrices are computed at once."""
-    return _MAX_MATRIX_BYTES // (8 * sums.origins.shape[1] ** 2)
-
-
-def _split(number: int, length: int) -> Iterator[slice]:
-    for start in range(0, number, max(length, 1)):
-        yield slice(start, start + max(length, 1))
+def _split(sums: StackSums, number: int) -> Iterator[slice]:
+    """Yield slices of a number of states or groups whose scatter matrices are computed at once."""
+    length = max(_MAX_MATRIX_BYTES // (8 * sums.origins.shape[1] ** 2), 1)
+    for start in range(0, number, length):
+        yield slice(start, start + length)

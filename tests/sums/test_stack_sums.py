@@ -20,6 +20,8 @@ from tests.sums.layer_measures import measure_layer
 NUM_POINTS, DIM, TYPES = 400, 12, 30
 MAX_OPERATIONS, MAX_SYNCHRONIZATIONS = 500, 3
 """Limits of an update of 8,192 points in seven states, without the model and the tokens."""
+MAX_OPERATIONS_AT_THE_END, MAX_SYNCHRONIZATIONS_AT_THE_END = 2_500, 50
+"""Limits of the measures of seven states with ten groups, without those of a sample."""
 UNCOUNTED = {
     *("view", "t", "transpose", "expand", "as_strided", "unsqueeze", "squeeze", "permute", "select", "slice"),
     *("detach", "alias", "_unsafe_view", "unbind", "split", "split_with_sizes", "empty", "empty_like", "new_empty"),
@@ -223,3 +225,16 @@ def test_an_update_has_few_operations_and_synchronizations(monkeypatch: pytest.M
             sums.update(states, rows, [update], [num_points])
         assert 100 < counter.operations <= MAX_OPERATIONS
         assert 0 < counter.synchronizations <= MAX_SYNCHRONIZATIONS
+
+
+def test_the_measures_at_the_end_have_few_operations_and_synchronizations() -> None:
+    names = [f"layer_{index}" for index in range(7)]
+    generator = torch.Generator().manual_seed(0)
+    states = {name: torch.randn(NUM_POINTS, 64, generator=generator) + 1 for name in names}
+    sums = SourceSums(SumSettings(groups=10, sample=0), dict.fromkeys(names, torch.ones(64).double()), num_types=TYPES)
+    sums.update(states, make_rows(10), [], [])
+    with _Counter() as counter:
+        measures = sums.compute_measures()
+    assert measures["layer_3"]["isoscore_error"] > 0
+    assert 500 < counter.operations <= MAX_OPERATIONS_AT_THE_END
+    assert 0 < counter.synchronizations <= MAX_SYNCHRONIZATIONS_AT_THE_END
