@@ -27,8 +27,8 @@ from istar.geometry.collect.summaries import Collected
 from istar.geometry.geometry import Geometry
 from istar.hidden_states.model_modes import eval_mode
 from istar.models.saved_checkpoints import parse_models
-from istar.sums.layers import MeasureSet
 from istar.sums.source_sums import SumSettings
+from istar.sums.stack_sums import MeasureSet
 from istar.vectors.vector_files import PointSource, is_vector_file, open_clouds
 
 if TYPE_CHECKING:

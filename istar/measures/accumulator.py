@@ -163,8 +163,7 @@ class Accumulator:
 
     def _move(self, value: Any, own: Any) -> Any:
         if isinstance(value, dict):
-            device = next(state.device for state in self._get_states().values() if isinstance(state, Tensor))
-            return {key: tensor.to(device) for key, tensor in value.items()}
+            return {key: tensor.to(own[key].device) for key, tensor in value.items()}
         return value.to(own) if isinstance(value, Tensor) else value
 
     def _gather(self, group: dist.ProcessGroup | None) -> Self:

@@ -123,17 +123,6 @@ class CosineContributions(AverageCosine):
         super()._add_units(units, is_nonzero)
         self.squares = self.squares + units.square().sum(0)
 
-    @torch.no_grad()
-    def add_sums(self, total: Tensor, squares: Tensor, count: Tensor, zeros: Tensor) -> None:
-        """Add points by the sums of their unit vectors and of the squares of these, `(d,)`, and by their numbers, 0-d.
-
-        `count` is the number of nonzero points, and `zeros` of the others.
-        """
-        self.total = self.total + total
-        self.squares = self.squares + squares
-        self.count = self.count + count
-        self.zeros = self.zeros + zeros
-
     def contributions(self) -> Tensor:
         """Return the contributions `(d,)`, each in [-1, 1]. Their sum is `compute()`.
 

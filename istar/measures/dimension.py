@@ -209,13 +209,24 @@ def _find_neighbour_distances(points: Tensor, min_neighbours: int, max_neighbour
     check_matrix(points, "points")
     points = points.detach()
     # MPS has no float64.
-    distinct = (points.cpu() if points.device.type == "mps" else points).double().unique(dim=0)
+    distinct = _find_distinct_rows((points.cpu() if points.device.type == "mps" else points).double())
     n = len(distinct)
     if n <= min_neighbours:
         raise UserError(
             f"{n} distinct points have no {min_neighbours} neighbours each; expected at least {min_neighbours + 1}"
         )
     return search_pairs(distinct, min(max_neighbours or min_neighbours, n - 1), torch.float32).distances
+
+
+def _find_distinct_rows(rows: Tensor) -> Tensor:
+    """Return the distinct rows `(k, d)` of float64 rows `(n, d)`, in any order.
+
+    The bits of each row are hashed, because sorting whole rows takes longer. Different hashes mean different rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(2**62, rows.shape[1:], generator=generator, device="cpu").to(rows.device)
+    hashes = ((rows + 0.0).view(torch.int64) * factors).sum(1).sort().values  # adding 0 makes a zero of -0
+    return rows.unique(dim=0) if (hashes[1:] == hashes[:-1]).any() else rows
 
 
 def _fit_dimension(near: Tensor, far: Tensor, n1: int, n2: int) -> Dimension:

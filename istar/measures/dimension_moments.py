@@ -107,14 +107,16 @@ class DimensionMoments(Accumulator):
         The farther the origin is from the mean, relative to the standard deviation, the more digits are lost.
 
         Args:
-            origin: o, `(d,)`.
-            count: number n of points, 0-d.
-            power_sums: :math:`P_1` to :math:`P_4`, `(4, d)`, in the dtype of the sums.
+            origin: o, `(..., d)`. All may have leading dimensions, for the moments of several clouds at once.
+            count: number n of points, `(...)`.
+            power_sums: :math:`P_1` to :math:`P_4`, `(..., 4, d)`, in the dtype of the sums.
         """
-        moments = cls(len(origin), origin.device)
-        p1, p2, p3, p4 = power_sums
+        moments = cls(origin.shape[-1], origin.device)
+        p1, p2, p3, p4 = power_sums.unbind(-2)
+        moments.count = count.to(p1)
+        count = moments.count[..., None]
         shift = p1 / count.clamp(min=1)
-        moments.count, moments.mean = count.to(p1), origin + shift
+        moments.mean = origin + shift
         # Rounding must not make a sum of squares negative.
         moments.m2 = (p2 - count * shift.square()).clamp(min=0)
         moments.m3 = p3 - 3 * shift * p2 + 2 * count * shift.pow(3)
@@ -152,7 +154,7 @@ class DimensionMoments(Accumulator):
             UserError: with fewer than `correction + 1` points, or points that are not finite.
         """
         self._check_sums(min_count=correction + 1)
-        return self.m2 / (self.count - correction)
+        return self.m2 / (self.count[..., None] - correction)
 
     def deviation(self, correction: int = 1) -> Tensor:
         """Return the standard deviation, the square root of `variance`, `(d,)`."""
@@ -167,7 +169,7 @@ class DimensionMoments(Accumulator):
             UserError: without points, or with points that are not finite.
         """
         self._check_sums(min_count=1)
-        return self.count.sqrt() * self.m3 / self.m2.pow(1.5)
+        return self.count[..., None].sqrt() * self.m3 / self.m2.pow(1.5)
 
     def kurtosis(self, excess: bool = True) -> Tensor:
         r"""Return the kurtosis of each dimension, :math:`n M_4 / M_2^2`, minus 3 if `excess`, `(d,)`.
@@ -179,11 +181,11 @@ class DimensionMoments(Accumulator):
             UserError: without points, or with points that are not finite.
         """
         self._check_sums(min_count=1)
-        return self.count * self.m4 / self.m2.square() - (3 if excess else 0)
+        return self.count[..., None] * self.m4 / self.m2.square() - (3 if excess else 0)
 
     def _check_sums(self, min_count: int) -> None:
-        if self.count < min_count:
-            raise UserError(f"{self.count:g} points have no such moment; expected at least {min_count}")
+        if (self.count < min_count).any():
+            raise UserError(f"{self.count.min():g} points have no such moment; expected at least {min_count}")
         check_finite(torch.stack([self.mean, self.m4]), "the points, or their fourth powers,")
 
 

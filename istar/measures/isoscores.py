@@ -209,11 +209,16 @@ def covariance_or_nan(moments: Moments) -> Tensor:
 
 
 def unchecked_isoscore_unbiased(moments: FourthMoments) -> Tensor:
-    """Compute `isoscore_unbiased` without checks, so that the host does not wait for a GPU; NaN replaces errors."""
+    """Compute `isoscore_unbiased` without checks, so that the host does not wait for a GPU; NaN replaces errors.
+
+    The moments may have leading dimensions, those of the result.
+    """
     n = torch.where(moments.count < 4, torch.nan, moments.count)
-    normalized, trace = _divide_by_trace(moments.scatter / (n - 1))
+    covariance = moments.scatter / (n - 1)[..., None, None]
+    trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+    normalized = covariance / trace[..., None, None]  # as in `_divide_by_trace`
     fourth_term = moments.fourth / (n - 1) / trace / trace
-    sample_norm = normalized.square().sum()
+    sample_norm = normalized.square().sum((-2, -1))
     # The estimates of tr(S^2) and tr(S)^2 in `isoscore_unbiased`, both divided by tr(C)^2 and by the factor a.
     uncorrected_norm = (n - 1) * (n - 2) * sample_norm + 1
     squared_norm = uncorrected_norm - n * fourth_term

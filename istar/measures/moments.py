@@ -79,7 +79,7 @@ class Moments(Accumulator):
     @property
     def dim(self) -> int:
         """The number of dimensions d."""
-        return self.mean.shape[0]
+        return self.mean.shape[-1]
 
     def update(self, points: Tensor, mask: Tensor | None = None) -> Self:
         """Add a batch of points. Returns this accumulator.
@@ -169,19 +169,25 @@ class FourthMoments(Moments):
         The farther the origin is from the mean, relative to the deviation of the points, the more digits are lost.
 
         Args:
-            origin: o, `(d,)`.
+            origin: o, `(..., d)`. All may have leading dimensions, for the moments of several clouds at once.
             sums: n, :math:`\sum y`, M', t' and F', in the dtype of the accumulators.
-            epsilon: machine epsilon of the narrowest dtype used to sum a batch, 0-d.
+            epsilon: machine epsilon of the narrowest dtype used to sum a batch, `(...)`.
         """
         count, total, scatter, third, fourth = sums
-        moments = cls(len(origin), scatter.device)
-        shift = total / torch.where(count > 0, count, 1)
-        squared_distance, trace, scatter_shift = shift @ shift, scatter.trace(), scatter @ shift
+        moments = cls(1, scatter.device)
+        shift = total / torch.where(count > 0, count, 1)[..., None]
+        squared_distance, trace = shift.square().sum(-1), scatter.diagonal(dim1=-2, dim2=-1).sum(-1)
+        scatter_shift = (scatter @ shift[..., None]).squeeze(-1)
         moments.count, moments.mean, moments.epsilon = count, origin.to(total) + shift, epsilon
-        moments.scatter = torch.addr(scatter, -count * shift, shift)
-        moments.third = third - 2 * scatter_shift - (trace - 2 * count * squared_distance) * shift
+        moments.scatter = torch.addcmul(
+            scatter, count[..., None, None] * shift[..., None], shift[..., None, :], value=-1
+        )
+        factor = trace - 2 * count * squared_distance
+        moments.third = third - 2 * scatter_shift - factor[..., None] * shift
         moments.fourth = (
-            fourth + 4 * shift @ (scatter_shift - third) + squared_distance * (2 * trace - 3 * count * squared_distance)
+            fourth
+            + 4 * (shift * (scatter_shift - third)).sum(-1)
+            + squared_distance * (2 * trace - 3 * count * squared_distance)
         )
         return moments
 

@@ -125,25 +125,15 @@ class Norms(Accumulator):
         """
         rows = select_rows(points, mask, self.total.shape[0])
         for block in upcast_blocks(rows) if len(rows) else ():
-            self.add_norms(row_norms(block), block.sum(0))
+            norms = row_norms(block)
+            self.count = self.count + len(norms)
+            self.norm_total = self.norm_total + norms.sum()
+            self.total = self.total + block.sum(0)
+            self.smallest = torch.minimum(self.smallest, norms.min())
+            self.largest = torch.maximum(self.largest, norms.max())
+            if len(self.edges):
+                self.bins = self.bins + count_in_bins(norms, self.edges).long()
         return self
-
-    @torch.no_grad()
-    def add_norms(self, norms: Tensor, total: Tensor) -> None:
-        """Add at least one point by the norms, `(n,)`, and the sum `(d,)` of the points, in the dtype of the sums.
-
-        Several accumulators can so share one computation of the norms.
-        """
-        self.count = self.count + len(norms)
-        self.norm_total = self.norm_total + norms.sum()
-        self.total = self.total + total
-        self.smallest = torch.minimum(self.smallest, norms.min())
-        self.largest = torch.maximum(self.largest, norms.max())
-        if len(self.edges):
-            bin_indices = torch.bucketize(norms, self.edges, right=True)
-            # The last bin includes its upper edge, as in numpy.histogram.
-            bin_indices[norms == self.edges[-1]] -= 1
-            self.bins = self.bins + bin_indices.bincount(minlength=len(self.bins))
 
     def compute(self) -> NormSummary:
         """Return the summary of all points added so far.
@@ -171,6 +161,17 @@ class Norms(Accumulator):
             below=below,
             above=above,
         )
+
+
+def count_in_bins(norms: Tensor, edges: Tensor) -> Tensor:
+    """Count the norms `(..., n)` below the first of k ascending edges, in each bin, and above the last.
+
+    Returns the counts `(..., k + 1)` in the dtype of the norms. The host does not wait for a GPU.
+    """
+    # The last bin includes its upper edge, as in numpy.histogram.
+    bins = torch.bucketize(norms, edges, right=True) - (norms == edges[-1]).long()
+    counts = norms.new_zeros(*norms.shape[:-1], len(edges) + 1)
+    return counts.scatter_add_(-1, bins, torch.ones_like(norms))
 
 
 @torch.no_grad()

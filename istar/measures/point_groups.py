@@ -7,13 +7,13 @@ Large Language Models*, COLM 2024). The norm and the direction of a token also d
 tokens hide both.
 """
 
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from istar.errors import UserError
 from istar.measures import numerics
@@ -21,6 +21,8 @@ from istar.measures.accumulator import Accumulator
 
 _MAX_INITIAL_BYTES = 2**22
 """Sums of unit vectors that take at most this memory for all groups are allocated at once, larger ones as needed."""
+_MAX_UNUSED_BYTES = 2**30
+"""Bytes of the sums of unit vectors that are allocated at once on a CPU, at most for all groups."""
 NUM_LOG2_BINS = 64
 """Number of values of `log2_bins` for any int64: enough groups for any position or count."""
 
@@ -80,108 +82,92 @@ def log2_bin_range(index: int) -> tuple[int, int]:
     return (2 ** (index - 1), 2**index - 1) if index else (0, 0)
 
 
-@dataclass(frozen=True)
-class RowsByGroup:
-    """The rows of a batch by group, for sums over the rows of each group.
-
-    It depends on the groups alone: the hidden states of all layers at the same tokens share it.
-    """
-
-    groups: Tensor
-    """The k groups that occur, ascending, `(k,)`, int64."""
-    counts: Tensor
-    """Number of rows of each, `(k,)`, int64."""
-    indices: Tensor
-    """Index in `groups` of the group of each row, `(n,)`, int64."""
-    order: Tensor
-    """Indices of the rows, sorted by group, `(n,)`, int64."""
-
-    @classmethod
-    def of(cls, groups: Tensor) -> Self:
-        """Create from the group of each row, integers `(n,)`. Rows of the same group keep their order."""
-        occurring_groups, indices, counts = groups.unique(return_inverse=True, return_counts=True)
-        return cls(occurring_groups, counts, indices, indices.argsort(stable=True))
-
-    def to(self, device: torch.device) -> "RowsByGroup":
-        """Return a copy on a device."""
-        return RowsByGroup(*(column.to(device) for column in (self.groups, self.counts, self.indices, self.order)))
-
-    def sum_rows(self, points: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the sum of the rows `(n, d)` of each group, times their weights, `(k, d)`, in the order of `groups`.
-
-        Points and weights, `(n,)`, are both float32 or both float64, as is the result. Not differentiable.
-        """
-        if points.device.type != "cpu" and len(self.groups) <= NUM_LOG2_BINS:
-            # A GPU would leave each of a few large bags to few of its threads.
-            membership = self._membership.to(points.dtype)
-            return (membership if weights is None else membership * weights) @ points
-        starts = self.counts.cumsum(0) - self.counts
-        sorted_weights = None if weights is None else weights[self.order]
-        # A weighted sum of rows of a matrix is a bag of embeddings in torch, which needs no copy of the rows.
-        sums: Tensor = F.embedding_bag(self.order, points, starts, mode="sum", per_sample_weights=sorted_weights)
-        return sums
-
-    def sum_values(self, values: Tensor) -> Tensor:
-        """Return the sum of the values `(..., n)` of the rows of each group, `(..., k)` in the dtype of the values."""
-        sums = values.new_zeros(*values.shape[:-1], len(self.groups))
-        return sums.scatter_add_(-1, self.indices.expand_as(values), values)
-
-    @cached_property
-    def _membership(self) -> Tensor:
-        return (self.indices == torch.arange(len(self.groups), device=self.indices.device)[:, None]).float()
-
-
 class RowSums(Accumulator):
-    """Accumulates a vector for each of many groups, with memory for those that occur.
+    """Accumulates vectors for each of many groups, one for each state, with memory for the groups that occur.
 
     There are rows for all groups if these take little memory. Otherwise rows are added when they are needed, because a
-    text has few types of a large vocabulary, and the other groups have the row -1. Unused rows are zero.
+    text has few types of a large vocabulary, and the other groups have the row -1.
 
     Args:
         groups: number of groups.
         zero: zeros `(d,)`, in the dtype and on the device of the sums.
+        states: names of the states.
 
     Attributes:
-        totals: sum of each row, `(rows, d)`.
+        totals: sums of each row by state, `(rows, d)`. Rows without a group are not initialized.
         row_of_group: row of each group, or -1, `(groups,)`, int64.
     """
 
-    def __init__(self, groups: int, zero: Tensor) -> None:
+    def __init__(self, groups: int, zero: Tensor, states: Sequence[str] = ("",)) -> None:
         self._has_all_rows = groups * len(zero) * zero.element_size() <= _MAX_INITIAL_BYTES
-        rows = torch.arange(groups, device=zero.device)
+        num_rows = groups if self._has_all_rows else 0
+        all_rows = torch.arange(groups, device=zero.device)
         self.dim = self.add_state("dim", len(zero), "equal")
-        self.totals = self.add_state("totals", zero.new_zeros(groups if self._has_all_rows else 0, len(zero)), "custom")
+        self.totals = self.add_state(
+            "totals", {state: zero.new_zeros(num_rows, len(zero)) for state in states}, "custom"
+        )
         self.row_of_group = self.add_state(
-            "row_of_group", rows if self._has_all_rows else torch.full_like(rows, -1), "custom"
+            "row_of_group", all_rows if self._has_all_rows else torch.full_like(all_rows, -1), "custom"
         )
 
-    def add(self, groups: Tensor, vectors: Tensor) -> None:
-        """Add vectors `(n, d)` to the sums of their groups `(n,)`, int64."""
-        if not self._has_all_rows:
-            self._assign_rows(groups)
-        self.totals.index_add_(0, self.row_of_group[groups], vectors.to(self.totals.dtype))
+    def find_rows(self, groups: Tensor) -> Tensor:
+        """Return the rows of distinct groups, integers `(k,)`. Groups without a row get one."""
+        if self._has_all_rows:
+            return groups
+        rows = self.row_of_group[groups]
+        is_new = rows < 0
+        num_rows, num_new = torch.stack([self.row_of_group.max() + 1, is_new.sum()]).tolist()
+        if num_new:
+            rows = torch.where(is_new, is_new.cumsum(0) + num_rows - 1, rows)
+            self.row_of_group[groups] = rows
+            self._allocate(num_rows, num_rows + num_new)
+        return rows
+
+    def add(self, groups: Tensor, vectors: Tensor, state: str = "") -> None:
+        """Add vectors `(n, d)` of a state to the sums of their groups, integers `(n,)`."""
+        distinct, indices = groups.unique(return_inverse=True)
+        rows = self.find_rows(distinct)[indices]
+        self.totals[state].index_add_(0, rows, vectors.to(self.totals[state].dtype))
+
+    def gather(self, state: str = "") -> tuple[Tensor, Tensor]:
+        """Return the groups that have a row, `(k,)`, and their sums of a state, `(k, d)`, which share their memory."""
+        groups = (self.row_of_group >= 0).nonzero().squeeze(1)
+        groups = groups[self.row_of_group[groups].argsort()]
+        return groups, self.totals[state][: len(groups)]
 
     def merge_custom(self, other: Self) -> None:
         """Add the sums of another accumulator."""
-        groups = other.find_occupied()
-        self.add(groups, other.totals[other.row_of_group[groups]])
+        groups = (other.row_of_group >= 0).nonzero().squeeze(1)
+        for state, totals in other.totals.items():
+            self.add(groups, totals[other.row_of_group[groups]], state)
 
-    def find_occupied(self) -> Tensor:
-        """Return the groups that have a row, ascending, int64."""
-        return (self.row_of_group >= 0).nonzero().squeeze(1)
-
-    def _assign_rows(self, groups: Tensor) -> None:
-        new_groups = groups[self.row_of_group[groups] < 0].unique()
-        if not len(new_groups):
+    def finish_sums(self) -> None:
+        """Free the rows without a group."""
+        if self._has_all_rows:
             return
         num_rows = int(self.row_of_group.max()) + 1
-        new_rows = torch.arange(num_rows, num_rows + len(new_groups), device=groups.device)
-        self.row_of_group[new_groups] = new_rows
-        num_missing = num_rows + len(new_groups) - len(self.totals)
-        if num_missing > 0:
-            # An eighth more, because adding rows copies the others.
-            num_added = min(max(num_missing, len(self.totals) // 8), len(self.row_of_group) - len(self.totals))
-            self.totals = torch.cat([self.totals, self.totals.new_zeros(num_added, self.totals.shape[1])])
+        for state, totals in self.totals.items():
+            if len(totals) > num_rows:
+                self.totals[state] = totals[:num_rows].clone()
+
+    def _allocate(self, start: int, end: int) -> None:
+        """Make room for rows up to `end`, and set those from `start` on to zero."""
+        for state, totals in self.totals.items():
+            if len(totals) < end:
+                self.totals[state] = self._make_room(totals[:start], end)
+            self.totals[state][start:end] = 0
+
+    def _make_room(self, totals: Tensor, end: int) -> Tensor:
+        """Return a larger copy of rows `(n, d)`, with memory for at least `end` rows."""
+        num_groups, num_bytes = len(self.row_of_group), self.dim * totals.element_size()
+        if totals.device.type == "cpu":
+            # The operating system gives mapped memory when it is written, and copies leave no gaps among other tensors.
+            num_rows = min(max(end, _MAX_UNUSED_BYTES // num_bytes), num_groups)
+            larger = torch.frombuffer(mmap.mmap(-1, num_rows * num_bytes), dtype=totals.dtype).view(num_rows, self.dim)
+        else:
+            larger = totals.new_empty(min(end + end // 8, num_groups), self.dim)
+        larger[: len(totals)] = totals
+        return larger
 
 
 class GroupedPoints(Accumulator):
@@ -224,15 +210,33 @@ class GroupedPoints(Accumulator):
         self.count = self.add_state("count", zero.new_zeros(groups, dtype=torch.int64), "sum")
         self.nonzero = self.add_state("nonzero", zero.new_zeros(groups, dtype=torch.int64), "sum")
 
+    @classmethod
+    def of_sums(
+        cls,
+        count: Tensor,
+        nonzero: Tensor,
+        norm_total: Tensor,
+        unit_totals: Tensor,
+        occupied: Tensor | None = None,
+    ) -> Self:
+        """Create an accumulator from sums over the points of each group, which it shares.
+
+        The sums are the numbers of points and of points other than zero, int64, and the sum of the norms, `(groups,)`;
+        and the sums of unit vectors, `(k, d)`, of k distinct groups, `occupied`, by default all.
+        """
+        points = cls(len(count), unit_totals.shape[1], count.device, unit_totals.dtype)
+        points.count, points.nonzero, points.norm_total = count, nonzero, norm_total
+        rows = torch.arange(len(unit_totals), device=count.device)
+        points._unit_totals.totals = {"": unit_totals}
+        points._unit_totals.row_of_group = torch.full_like(count, -1).index_copy_(
+            0, rows if occupied is None else occupied, rows
+        )
+        return points
+
     @property
     def groups(self) -> int:
         """The number of groups."""
         return len(self.count)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the sums of unit vectors."""
-        return self._unit_totals.totals.dtype
 
     @torch.no_grad()
     def update(self, points: Tensor, groups: Tensor, mask: Tensor | None = None) -> Self:
@@ -261,18 +265,6 @@ class GroupedPoints(Accumulator):
             self.nonzero.index_add_(0, block_groups, is_nonzero.long())
         return self
 
-    @torch.no_grad()
-    def add_rows(self, rows: RowsByGroup, unit_totals: Tensor, norm_totals: Tensor, num_nonzero: Tensor) -> None:
-        """Add points by sums over each of their k groups, so that several accumulators can share what these sums need.
-
-        The sums are those of the unit vectors, `(k, d)`, of the norms, `(k,)`, and of the points other than zero. The
-        groups are below the number of groups, which is not checked.
-        """
-        self._unit_totals.add(rows.groups, unit_totals)
-        self.norm_total.index_add_(0, rows.groups, norm_totals)
-        self.count.index_add_(0, rows.groups, rows.counts)
-        self.nonzero.index_add_(0, rows.groups, num_nonzero.long())
-
     def regroup(self, groups: Tensor, number: int = NUM_LOG2_BINS) -> "GroupedPoints":
         """Return a new accumulator that merges all groups with the same number in `groups`.
 
@@ -290,25 +282,13 @@ class GroupedPoints(Accumulator):
         if groups.shape != self.count.shape:
             raise UserError(f"groups have shape {tuple(groups.shape)}; expected {tuple(self.count.shape)}")
         groups = _convert_groups(groups.to(self.count.device), number)
-        totals = self._unit_totals
-        regrouped = GroupedPoints(number, totals.dim, totals.totals.device)
-        occupied = totals.find_occupied()
-        regrouped._unit_totals.add(groups[occupied], totals.totals[totals.row_of_group[occupied]])
+        occupied, unit_totals = self._unit_totals.gather()
+        regrouped = GroupedPoints(number, self._unit_totals.dim, groups.device)
+        regrouped._unit_totals.add(groups[occupied], unit_totals)
         regrouped.norm_total.index_add_(0, groups, self.norm_total)
         regrouped.count.index_add_(0, groups, self.count)
         regrouped.nonzero.index_add_(0, groups, self.nonzero)
         return regrouped
-
-    def merge_others(self) -> "GroupedPoints":
-        """Return a new accumulator in which each group has the points of all other groups of this one."""
-        totals, occupied = self._unit_totals, self._unit_totals.find_occupied()
-        merged = GroupedPoints(self.groups, totals.dim, totals.totals.device)
-        is_other = 1 - torch.eye(self.groups, dtype=merged.norm_total.dtype, device=merged.norm_total.device)
-        unit_totals = is_other[:, occupied] @ totals.totals[totals.row_of_group[occupied]].to(is_other)
-        merged._unit_totals.add(torch.arange(self.groups, device=occupied.device), unit_totals)
-        merged.norm_total = is_other @ self.norm_total
-        merged.count, merged.nonzero = self.count.sum() - self.count, self.nonzero.sum() - self.nonzero
-        return merged
 
     def compute(self) -> list[GroupSummary]:
         """Return the summary of each group, in the order of the groups. Empty groups have a count of 0.
@@ -328,7 +308,8 @@ class GroupedPoints(Accumulator):
             NonFiniteError: if a point is not finite.
         """
         numerics.check_finite(self.norm_total, "the points")
-        totals, rows = self._unit_totals.totals, self._unit_totals.row_of_group
+        [totals] = self._unit_totals.totals.values()
+        rows = self._unit_totals.row_of_group
         averages = torch.full_like(self.norm_total, torch.nan)
         for groups in (self.nonzero > 1).nonzero().squeeze(1).split(numerics.block_length(totals)):
             n = self.nonzero[groups].to(averages.dtype)

@@ -108,14 +108,17 @@ def decompose_rows(matrix: Tensor, forms: Sequence[str] = ("raw", "centered")) -
 
 
 def significant_roots(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> Tensor:
-    """Return the square roots of the eigenvalues of a scatter matrix, zeros beyond its `numerical_rank`."""
-    values = eigenvalues.clamp(min=0).sqrt()
-    values[numerical_rank(scatter, moments, eigenvalues) :] = 0
-    return values
+    """Return the square roots of the eigenvalues of a scatter matrix, zeros beyond its `numerical_rank`.
+
+    The arguments may have leading dimensions, for several clouds at once.
+    """
+    ranks = numerical_rank(scatter, moments, eigenvalues)
+    is_significant = torch.arange(moments.dim, device=ranks.device) < ranks[..., None]
+    return eigenvalues.clamp(min=0).sqrt() * is_significant
 
 
-def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> int:
-    r"""Return how many eigenvalues of a scatter matrix are more than rounding errors of its sums.
+def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> Tensor:
+    r"""Return how many eigenvalues of a scatter matrix are more than rounding errors of its sums, `(...)`.
 
     The sum :math:`M_{ij}` over points has a rounding error in proportion to :math:`\epsilon \sqrt{M_{ii} M_{jj}}`,
     which is small where dimensions i and j are, even if other dimensions are far larger. The matrix is therefore scaled
@@ -126,21 +129,27 @@ def numerical_rank(scatter: Tensor, moments: Moments, eigenvalues: Tensor) -> in
     Squares below the smallest number of the dtype are lost, as in dimensions of pretrained models with a gain of nearly
     0. Such a dimension has :math:`M_{ij}^2 > M_{ii} M_{jj}` about the mean, and adds nothing to the rank.
 
-    M, `(d, d)`, is about the mean or the origin, and its eigenvalues, `(d,)`, descend. The sums are in `moments`.
+    M, `(..., d, d)`, is about the mean or the origin, and its eigenvalues, `(..., d)`, descend. The sums are in
+    `moments`.
     """
-    sums = moments.scatter.detach()
-    variances = sums.diagonal()
-    scale = torch.where(variances > 0, variances, scatter.diagonal())
+    sums, count = moments.scatter.detach(), moments.count.detach()
+    variances = sums.diagonal(dim1=-2, dim2=-1)
+    scale = torch.where(variances > 0, variances, scatter.diagonal(dim1=-2, dim2=-1))
     scale = torch.where(scale > 0, scale, 1)
-    count = float(moments.count)
-    threshold = float(moments.epsilon) * (moments.dim**0.5 + min(count, _POINTS_PER_SUM) ** 0.5)
+    threshold = moments.epsilon * (moments.dim**0.5 + count.clamp(max=_POINTS_PER_SUM).sqrt())
     # The worst case of what is computed in float64: the sums over batches and the eigenvalues.
-    threshold += torch.finfo(torch.float64).eps * (moments.dim + count)
+    threshold = threshold + torch.finfo(torch.float64).eps * (moments.dim + count)
     # The decomposition of the scaled matrix is spared if the bounds of the scales decide alike.
-    lower, upper = ((eigenvalues > threshold * bound).sum() for bound in scale.aminmax()[::-1])
-    if lower == upper:
-        return int(lower)
-    roots = scale.sqrt()
+    bounds = torch.stack([scale.amax(-1), scale.amin(-1)]) * threshold
+    ranks: Tensor
+    ranks, upper_ranks = (eigenvalues > bounds[..., None]).sum(-1)
+    for index in map(tuple, (ranks != upper_ranks).nonzero().tolist()):
+        ranks[index] = _find_scaled_rank(scatter[index], sums[index], scale[index], float(threshold[index]))
+    return ranks
+
+
+def _find_scaled_rank(scatter: Tensor, sums: Tensor, scale: Tensor, threshold: float) -> int:
+    roots, variances = scale.sqrt(), sums.diagonal()
     has_lost_squares = sums.square() > 1.01 * torch.outer(variances, variances)
     is_kept = ~(has_lost_squares & (variances[:, None] <= variances)).any(1)
     relative_eigenvalues = torch.linalg.eigvalsh((scatter / roots / roots[:, None])[is_kept][:, is_kept])
@@ -325,16 +334,29 @@ def alpha_req(variances: Tensor, first: int = 11, last: int = 100, weights: Powe
             f"the fit has ranks {first} to {last}, where the positive variances end; "
             "expected at least two ranks, so choose a smaller first rank"
         )
-    ranks = torch.arange(first, last + 1, dtype=shares.dtype, device=shares.device)
-    log_ranks, log_shares = ranks.log(), shares[first - 1 : last].log()
-    rank_weights = ranks.reciprocal() if weights == "inverse_rank" else torch.ones_like(ranks)
-    rank_weights = rank_weights / rank_weights.sum()
-    x, y = log_ranks - rank_weights @ log_ranks, log_shares - rank_weights @ log_shares
-    slope, total_variance = (rank_weights * x) @ y / ((rank_weights * x) @ x), rank_weights @ y.square()
+    alpha, r_squared = fit_power_law(shares, first, torch.tensor(last, device=shares.device), weights)
+    return PowerLaw(float(alpha), float(r_squared), first, last)
+
+
+def fit_power_law(
+    variances: Tensor, first: int, last: Tensor, weights: PowerLawWeights = "equal"
+) -> tuple[Tensor, Tensor]:
+    """Fit `alpha_req` to descending variances `(..., d)`, from the rank `first` to the ranks `last`, `(...)`.
+
+    Returns the exponent and R squared, `(...)`; NaN with fewer than 2 ranks, and for R squared of equal variances.
+    """
+    ranks = torch.arange(1, variances.shape[-1] + 1, dtype=variances.dtype, device=variances.device)
+    is_fitted = (ranks >= first) & (ranks <= last[..., None])
+    rank_weights = is_fitted / ranks if weights == "inverse_rank" else is_fitted.to(ranks)
+    rank_weights = rank_weights / rank_weights.sum(-1, keepdim=True)
+    log_ranks, log_variances = ranks.log(), torch.where(is_fitted, variances, 1).log()
+    x, y = (values - (rank_weights * values).sum(-1, keepdim=True) for values in (log_ranks, log_variances))
+    slope = (rank_weights * x * y).sum(-1) / (rank_weights * x.square()).sum(-1)
+    total_variance = (rank_weights * y.square()).sum(-1)
+    residual_variance = (rank_weights * (y - slope[..., None] * x).square()).sum(-1)
     # The variance of a constant spectrum consists of rounding errors.
-    is_constant = total_variance <= torch.finfo(shares.dtype).eps ** 2 * len(x)
-    r_squared = math.nan if is_constant else float(1 - rank_weights @ (y - slope * x).square() / total_variance)
-    return PowerLaw(-float(slope), r_squared, first, last)
+    is_constant = total_variance <= torch.finfo(ranks.dtype).eps ** 2 * is_fitted.sum(-1)
+    return -slope, torch.where(is_constant, torch.nan, 1 - residual_variance / total_variance)
 
 
 def top_share(values: Tensor, k: int = 1) -> Tensor:
@@ -363,11 +385,16 @@ def top_share(values: Tensor, k: int = 1) -> Tensor:
     values = numerics.upcast_vector(values, "the vector")
     if not 1 <= k <= len(values):
         raise UserError(f"k is {k}; expected 1 to {len(values)}, the number of values")
+    return unchecked_top_share(values, k)
+
+
+def unchecked_top_share(values: Tensor, k: int) -> Tensor:
+    """Return the `top_share` of values `(..., d)` without checks, `(...)`."""
     # Scaling first keeps the sum of very large numbers in range.
-    largest = values.detach().abs().amax()
-    scaled = values / largest if largest > 0 else values
-    total = scaled.sum()
-    return scaled.topk(k).values.sum() / torch.where(total > 0, total, torch.nan)
+    largest = values.detach().abs().amax(-1, keepdim=True)
+    scaled = values / torch.where(largest > 0, largest, 1)
+    total = scaled.sum(-1)
+    return scaled.topk(k).values.sum(-1) / torch.where(total > 0, total, torch.nan)
 
 
 def variance_shares(variances: Tensor) -> Tensor:
@@ -382,9 +409,13 @@ def variance_shares(variances: Tensor) -> Tensor:
     variances = numerics.upcast_vector(variances, "the vector")
     if (variances < 0).any():
         raise UserError(f"the smallest value is {variances.min():g}; expected none below 0")
-    largest = variances.detach().amax()
-    if largest == 0:
+    if not variances.any():
         raise UserError("all values are zero: their shares are not defined")
+    return unchecked_shares(variances)
+
+
+def unchecked_shares(variances: Tensor) -> Tensor:
+    """Return `variance_shares` of variances `(..., d)` without checks; NaN where all are zero."""
     # Scaling first keeps the sum of very large numbers in range.
-    scaled = variances / largest
-    return scaled / scaled.sum()
+    scaled = variances / variances.detach().amax(-1, keepdim=True)
+    return scaled / scaled.sum(-1, keepdim=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from istar.measures import (
     uniformity,
 )
 from istar.measures.numerics import accumulation_dtype, is_rounding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 GRIDE_POINTS = 2_000
 """Maximum number of points for Gride. It computes all distances between them, and more would take minutes per layer."""
@@ -99,18 +102,21 @@ class Sample(Accumulator):
             first_state["state"]["key"][1] = key
             bit_generator.state = first_state
             draws.append(generator.random(length))
-        random_numbers = torch.from_numpy(np.concatenate(draws))
-        if tokens is None:
-            tokens = random_numbers.view(torch.int64)  # all different
-        upper_bound = self.random_numbers[-1] if len(self.random_numbers) == self.size else torch.inf
-        candidates = (random_numbers < upper_bound).nonzero().squeeze(1)
+        random_numbers = np.concatenate(draws)
+        types = random_numbers.view(np.int64) if tokens is None else tokens.numpy()  # without tokens, all different
+        kept_numbers = self.random_numbers.numpy()
+        upper_bound = kept_numbers[-1] if len(kept_numbers) == self.size else np.inf
+        candidates = np.flatnonzero(random_numbers < upper_bound)
         self._add(
-            random_numbers[candidates], tokens[candidates], states, candidates if rows is None else rows[candidates]
+            random_numbers[candidates],
+            types[candidates],
+            states,
+            candidates if rows is None else rows.numpy()[candidates],
         )
 
     def merge_custom(self, other: Self) -> None:
         """Add the tokens of another sample."""
-        self._add(other.random_numbers, other.types, other.states, other.rows)
+        self._add(other.random_numbers.numpy(), other.types.numpy(), other.states, other.rows.numpy())
 
     def estimate_two_nn(self, state: str) -> Dimension:
         """Estimate the intrinsic dimension of a state and its standard error; NaN if too few points are distinct."""
@@ -153,34 +159,46 @@ class Sample(Accumulator):
         except UserError:
             return []
 
-    def _add(self, random_numbers: Tensor, types: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> None:
+    def _add(
+        self,
+        random_numbers: "NDArray[np.float64]",
+        types: "NDArray[np.int64]",
+        states: Mapping[str, Tensor],
+        rows: "NDArray[np.int64]",
+    ) -> None:
         """Add tokens by their random numbers, types and rows in the states, and copy the points that are kept."""
         if not len(types):
             return
         num_previous = len(self.types)
-        unknown_rows = torch.full_like(types, -1)
-        random_numbers = torch.cat([self.random_numbers, random_numbers])
-        types = torch.cat([self.types, types])
-        kept_indices = _find_first_of_each_type(random_numbers, types, self.size)
-        self.random_numbers = random_numbers[kept_indices]
-        self.types = types[kept_indices]
-        self.rows = torch.cat([self.rows, unknown_rows])[kept_indices]
-        is_new = self.rows < 0
-        is_free = torch.ones(self.size, dtype=torch.bool, device="cpu").index_fill_(0, self.rows[~is_new], False)
-        free_rows = is_free.nonzero().squeeze(1)[: int(is_new.sum())]
-        self.rows[is_new] = free_rows
-        state_rows = rows[kept_indices[is_new] - num_previous]
-        for state, points in states.items():
+        random_numbers = np.concatenate([self.random_numbers.numpy(), random_numbers])
+        types = np.concatenate([self.types.numpy(), types])
+        order = random_numbers.argsort(kind="stable")
+        # The tokens with the smallest number of their type, in ascending order.
+        kept = order[np.sort(np.unique(types[order], return_index=True)[1])[: self.size]]
+        own_rows = np.concatenate([self.rows.numpy(), np.full(len(rows), -1)])[kept]
+        is_new = own_rows < 0
+        is_free = np.ones(self.size, dtype=bool)
+        is_free[own_rows[~is_new]] = False
+        own_rows[is_new] = np.flatnonzero(is_free)[: is_new.sum()]
+        new_rows, source_rows = map(torch.from_numpy, (own_rows[is_new], rows[kept[is_new] - num_previous]))
+        for state, points in _copy_rows(states, source_rows).items():
             if not len(self.states[state]):
-                self.states[state] = points.new_empty(self.size, points.shape[1], device="cpu")
-            self.states[state][free_rows] = points[state_rows.to(points.device)].cpu()
+                self.states[state] = points.new_empty(self.size, points.shape[1])
+            self.states[state].index_copy_(0, new_rows, points)
+        self.random_numbers = torch.from_numpy(random_numbers[kept])
+        self.types = torch.from_numpy(types[kept])
+        self.rows = torch.from_numpy(own_rows)
 
 
-def _find_first_of_each_type(random_numbers: Tensor, types: Tensor, size: int) -> Tensor:
-    """Return the indices of the tokens with the smallest number of their type, at most `size`, in ascending order."""
-    order = random_numbers.argsort(stable=True)
-    _, first_positions = np.unique(types[order].numpy(), return_index=True)
-    return order[torch.from_numpy(np.sort(first_positions)[:size])]
+def _copy_rows(states: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    """Return rows `(k,)` of each state on the CPU. There is one copy from each other device: the host waits for it."""
+    selected = {state: points.index_select(0, rows.to(points.device)) for state, points in states.items()}
+    for key in {(points.device, points.dtype) for points in selected.values() if points.device.type != "cpu"}:
+        names = [state for state, points in selected.items() if (points.device, points.dtype) == key]
+        values = torch.cat([selected[state].flatten() for state in names]).cpu()
+        parts = values.split([selected[state].numel() for state in names])
+        selected |= {state: part.view_as(selected[state]) for state, part in zip(names, parts, strict=True)}
+    return selected
 
 
 def _compute_cosine_without_top(points: Tensor, num_dimensions: int) -> Tensor:

@@ -3,17 +3,20 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from istar.measures import Accumulator, NeighbourMeasures, ScaleDimension
 from istar.measures.catalogue import MEASURES_WITH_ERROR
-from istar.measures.numerics import check_finite
-from istar.measures.point_groups import RowsByGroup
-from istar.sums.layers import Layer, LayerSettings, MeasureSet
+from istar.sums.layers import Layer
 from istar.sums.rows import Rows
 from istar.sums.sample import Sample
+from istar.sums.stack_measures import compute_measures, compute_replicates, compute_spectra
+from istar.sums.stack_sums import LayerSettings, MeasureSet, StackSums
+
+T = TypeVar("T")
 
 UPDATE_POINTS = 8_192
 """Maximum number of points to add to the sums at once, unless a batch has more. A model on a CPU is fastest with small
@@ -22,8 +25,8 @@ UPDATE_BYTES = 2**28
 """Maximum bytes, in float32, of all states of the points that are added at once, unless a batch has more."""
 MAX_GROUP_BYTES = 2**30
 """Maximum bytes of the scatter matrices of all groups and layers; above it, covariance measures get no error."""
-_BYTES_OF_SCATTER = 8 + 4
-"""Bytes for each number of a scatter matrix: the accumulated one in float64, and the recent one in float32."""
+_BYTES_OF_SCATTER = 8
+"""Bytes for each number of a scatter matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +72,15 @@ class ExampleSums(Accumulator):
         self.counts = self.add_state("counts", origin.new_zeros(num_examples), "sum")
         self.totals = self.add_state("totals", origin.new_zeros(num_examples, len(origin), dtype=torch.float32), "sum")
 
-    def update(self, points: Tensor, rows: RowsByGroup) -> None:
-        """Add points `(n, d)`. The groups of `rows` are the examples; examples after the last one are ignored."""
-        is_kept = rows.groups < len(self.counts)
-        if not is_kept.any():
+    def update(self, points: Tensor, rows: Rows) -> None:
+        """Add points `(n, d)`. Examples after the last one, and rows without examples, are ignored."""
+        if rows.examples is None:
             return
-        centered = points.to(torch.promote_types(points.dtype, torch.float32)) - self._origin.to(points.device).float()
-        sums = rows.sum_rows(centered)[is_kept]
-        self.totals.index_add_(0, rows.groups[is_kept], sums.float())
-        self.counts.index_add_(0, rows.groups[is_kept], rows.counts[is_kept].to(self.counts))
+        centered = points.to(torch.promote_types(points.dtype, torch.float32)) - self._origin.float()
+        is_kept = rows.examples.groups < len(self.counts)
+        examples = rows.examples.groups.clamp(max=len(self.counts) - 1)
+        self.totals.index_add_(0, examples, rows.examples.sum_rows(centered).float() * is_kept[:, None])
+        self.counts.index_add_(0, examples, (rows.examples.counts * is_kept).to(self.counts))
 
     def compute(self) -> tuple[Tensor, Tensor]:
         """Return the number of points of each example, `(examples,)`, and their mean, `(examples, d)`, on the CPU.
@@ -116,13 +119,22 @@ class SourceSums(Accumulator):
         have_same_rows: bool = True,
     ) -> None:
         layer_settings = settings.make_layer_settings(map(len, origins.values()), has_positions)
-        self.layers = {state: Layer(num_types, origin, layer_settings) for state, origin in origins.items()}
+        stacks: dict[str, dict[str, Tensor]] = {}
+        for state, origin in origins.items():
+            stacks.setdefault(f"{len(origin)} on {origin.device}", {})[state] = origin
+        self.stacks = {name: StackSums(stack, num_types, layer_settings) for name, stack in stacks.items()}
+        self._states, self._num_examples = tuple(origins), num_examples
         self.examples = {state: ExampleSums(num_examples, origin) for state, origin in origins.items() if num_examples}
         self._has_all_measures = settings.measures == "all"
         size = settings.sample if sample_size is None else sample_size
         devices = {state: origin.device for state, origin in origins.items()}
         sampled = [devices] if have_same_rows else [{state: device} for state, device in devices.items()]
         self.samples = {next(iter(states)): Sample(states, size, settings.seed, settings.sample) for states in sampled}
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """What is measured of each state, by its name."""
+        return self._sort({state: Layer(stack, state) for state in stack.names} for stack in self.stacks.values())
 
     def get_sample(self, state: str) -> Sample:
         """Return the sample with the points of a state."""
@@ -140,18 +152,24 @@ class SourceSums(Accumulator):
             NonFiniteError: if a point is not finite.
         """
         rows_by_device = {device: rows.to(device) for device in {points.device for points in states.values()}}
-        for state, points in states.items():
-            device_rows = rows_by_device[points.device]
-            self.layers[state].update(points, device_rows)
-            check_finite(self.layers[state].power_sums, f"the hidden states at {state}, or their fourth powers,")
-            if self.examples and device_rows.examples is not None:
-                self.examples[state].update(points, device_rows.examples)
+        for stack in self.stacks.values():
+            stack.update(states, rows_by_device.get(stack.origins.device, rows))
+        for state, points in states.items() if rows.has_example_below(self._num_examples) else ():
+            self.examples[state].update(points, rows_by_device[points.device])
         row_of_point = rows.row_of_point
         types = None if rows.type_ids is None else rows.type_ids[row_of_point]
         for first_state, sample in self.samples.items():
             if first_state in states:
                 points_by_state = {state: states[state] for state in sample.states}
                 sample.update(part_keys, part_lengths, types, points_by_state, row_of_point)
+
+    def compute_spectra(self) -> dict[str, dict[str, Tensor]]:
+        """Compute the singular values by state and form, `raw` and `centered`, `(d,)`, descending, on the CPU."""
+        return self._sort([compute_spectra(stack) for stack in self.stacks.values()])
+
+    def compute_replicates(self) -> dict[str, dict[str, list[float]]]:
+        """Compute measures without each group of examples, by state and name; see `stack_measures`."""
+        return self._sort([compute_replicates(stack) for stack in self.stacks.values()])
 
     def compute_measures(
         self,
@@ -160,24 +178,27 @@ class SourceSums(Accumulator):
     ) -> dict[str, dict[str, float]]:
         """Compute all measures, by state and name. A sample of size 0 leaves out the measures that need it.
 
-        `spectra` and `replicates` are results of `Layer.compute_spectra` and `Layer.compute_replicates` by state; None
-        computes them.
+        `spectra` and `replicates` are results of `compute_spectra` and `compute_replicates`; None computes them.
         """
-        measures_by_state = {
-            state: layer.compute_measures((spectra or {}).get(state), (replicates or {}).get(state))
-            for state, layer in self.layers.items()
-        }
+        spectra = self.compute_spectra() if spectra is None else spectra
+        replicates = self.compute_replicates() if replicates is None else replicates
+        measures_by_state = self._sort([compute_measures(stack, spectra, replicates) for stack in self.stacks.values()])
         for state, measures in measures_by_state.items():
             sample = self.get_sample(state)
             if sample.size:
                 measures["two_nn"], measures["two_nn_error"] = sample.estimate_two_nn(state)
                 if self._has_all_measures:
                     measures |= sample.compute_cosines(state) | sample.compute_neighbour_measures(state)
-                if self.layers[state].is_constant:  # distances and z-scores are rounding errors
+                if math.isnan(measures["outlier_severity"]):  # points are equal, and their distances rounding errors
                     names = {"two_nn", "two_nn_error", "sample_inter_sim_standardized", "uniformity"}
                     names.update(NeighbourMeasures._fields)
                     measures |= dict.fromkeys(measures.keys() & names, math.nan)
         return measures_by_state
+
+    def _sort(self, results: Iterable[Mapping[str, T]]) -> dict[str, T]:
+        """Return results of the stacks in the order of the states."""
+        by_state = {state: result for results_of_stack in results for state, result in results_of_stack.items()}
+        return {state: by_state[state] for state in self._states}
 
     def estimate_gride(self) -> dict[str, list[ScaleDimension]]:
         """Estimate the intrinsic dimension by state and scale; empty without a sample, or with the basic measures."""

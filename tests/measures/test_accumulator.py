@@ -24,11 +24,12 @@ from istar.measures import (
     isoscore,
     point_groups,
 )
-from istar.sums.grouped_moments import GroupedMoments
-from istar.sums.layers import Layer, LayerSettings
+from istar.sums.layers import Layer
 from istar.sums.rows import Rows
 from istar.sums.sample import Sample
+from istar.sums.stack_sums import LayerSettings, StackSums
 from tests.forks import compute_in_group
+from tests.sums.layer_measures import measure_layer
 
 DIM, LENGTH, NUM_GROUPS, VOCABULARY = 6, 5, 3, 9
 SIZES = (3, 8, 1)
@@ -75,11 +76,6 @@ ORIGIN = torch.full((DIM,), 30.0, dtype=torch.float64)
 SETTINGS = LayerSettings(measures="all", num_groups=NUM_GROUPS)
 
 
-def update_grouped_moments(sums: GroupedMoments, batch: Batch) -> None:
-    centered = batch.rows - ORIGIN
-    sums.update(centered, centered.square().sum(1), batch.tokens)
-
-
 def update_sample(sample: Sample, batch: Batch) -> None:
     lengths = [LENGTH] * len(batch.keys)
     sample.update(batch.keys, lengths, batch.token_ids.flatten(), {"layer_1": batch.points.flatten(0, 1)})
@@ -100,9 +96,9 @@ CASES: dict[str, tuple[Any, Any]] = {
     "GroupedPoints": (
         lambda: GroupedPoints(VOCABULARY, DIM), lambda sums, batch: sums.update(batch.points, batch.token_ids)
     ),
-    "GroupedMoments": (lambda: GroupedMoments(NUM_GROUPS, ORIGIN), update_grouped_moments),
-    "Layer": (
-        lambda: Layer(VOCABULARY, ORIGIN, SETTINGS), lambda sums, batch: sums.update(batch.rows, batch.tokens)
+    "StackSums": (
+        lambda: StackSums({"layer_1": ORIGIN, "layer_2": ORIGIN}, VOCABULARY, SETTINGS),
+        lambda sums, batch: sums.update({"layer_1": batch.rows, "layer_2": batch.rows.flip(1)}, batch.tokens),
     ),
     "Sample": (lambda: Sample({"layer_1": torch.device("cpu")}, 5, seed=0), update_sample),
 }  # fmt: skip
@@ -121,17 +117,21 @@ def summarize(accumulator: Any) -> Any:
         return [accumulator.types, accumulator.random_numbers, accumulator.get_points("layer_1")]
     if isinstance(accumulator, GroupedPoints):
         return [accumulator.count, accumulator.nonzero, accumulator.norm_total, accumulator.inter_sim()]
-    if isinstance(accumulator, Layer):
-        return {**accumulator.compute_measures(), **accumulator.summarize_by_position()}
+    if isinstance(accumulator, StackSums):
+        layers = {state: Layer(accumulator, state) for state in accumulator.names}
+        return {
+            f"{state} {name}": value
+            for state, layer in layers.items()
+            for name, value in {**measure_layer(layer), **layer.summarize_by_position()}.items()
+        }
     return accumulator.state_dict()
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(actual, dict) and "intra_sim" in actual:
-        # A layer sums unit vectors by type in float32.
-        for name in ("intra_sim", "adjusted_intra_sim"):
-            assert_close(actual[name], expected[name], rtol=0, atol=5e-8)
-            actual, expected = ({**values, name: 0.0} for values in (actual, expected))
+    for name in [name for name in actual if "intra_sim" in name] if isinstance(actual, dict) else []:
+        # Unit vectors are summed by type in float32.
+        assert_close(actual[name], expected[name], rtol=0, atol=5e-8)
+        actual, expected = ({**values, name: 0.0} for values in (actual, expected))
     assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
@@ -228,9 +228,9 @@ def test_each_process_gets_the_gradient_of_the_sum_of_all_losses(results: list[d
         (Moments(3), Moments(2), r"another mean: shape \(2,\) into shape \(3,\); give both .* the same arguments"),
         (Norms(3, (0, 1)), Norms(3, (0, 2)), "another edges"),
         (MassiveActivations(3), MassiveActivations(3, 5), "another capacity: 5 into 100"),
-        (GroupedMoments(1, ORIGIN), GroupedMoments(1, ORIGIN + 1), "another origin"),
+        (StackSums({"a": ORIGIN}), StackSums({"a": ORIGIN + 1}), "another origins"),
         (GroupedPoints(3, 4), GroupedPoints(3, 5), "RowSums with another dim: 5 into 4"),
-        (Layer(0, ORIGIN), Layer(VOCABULARY, ORIGIN), "cannot merge Layer into Layer"),
+        (StackSums({"a": ORIGIN}), StackSums({"a": ORIGIN}, VOCABULARY), "StackSums with another type_scalars"),
     ],
 )
 def test_only_accumulators_with_the_same_settings_merge(own: Accumulator, other: Accumulator, message: str) -> None:

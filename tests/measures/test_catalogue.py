@@ -12,9 +12,11 @@ from istar.geometry.collect.measures_file import Measurements
 from istar.measures import LayerNormSummary, find_measure
 from istar.measures.catalogue import FIGURES, MEASURES
 from istar.measures.matrix_forms import measure_matrix
-from istar.sums.layers import Layer, LayerSettings
+from istar.sums.layers import Layer
 from istar.sums.rows import Rows
 from istar.sums.sample import Sample
+from istar.sums.stack_sums import LayerSettings, StackSums
+from tests.sums.layer_measures import measure_layer
 
 SHAPE = {"rows", "dimensions"}
 """Entries of a matrix that are no measures of it."""
@@ -27,14 +29,15 @@ def measure_names(subject):
 
 
 def test_every_measure_of_a_layer_is_in_the_catalogue():
-    layer = Layer(3, torch.zeros(4), LayerSettings("all", num_groups=2))
+    sums = StackSums({"layer": torch.zeros(4)}, 3, LayerSettings("all", num_groups=2))
     points = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     # The tokens are sorted by group, as the points of a batch must be.
-    layer.update(points, Rows.of(torch.arange(30) // 15, torch.arange(30) % 3, torch.arange(30) % 10))
+    sums.update({"layer": points}, Rows.of(torch.arange(30) // 15, torch.arange(30) % 3, torch.arange(30) % 10))
+    layer = Layer(sums, "layer")
     sample = Sample({"layer": torch.device("cpu")}, 5, 0)
     sample.update([0], [30], torch.arange(30), {"layer": points})
     of_pairs = sample.compute_cosines("layer") | sample.compute_neighbour_measures("layer")
-    computed = {*layer.compute_measures(), *of_pairs, "two_nn", "two_nn_error"}
+    computed = {*measure_layer(layer), *of_pairs, "two_nn", "two_nn_error"}
     assert computed | TABLES == measure_names("layers")
     tables = {"by_position": layer.summarize_by_position(), "by_frequency": layer.summarize_by_frequency()}
     columns = {f"{column}_{field}" for field, table in tables.items() for column in table}

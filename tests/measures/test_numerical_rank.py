@@ -10,9 +10,11 @@ import transformers
 from torch import Tensor
 
 from istar.measures import FourthMoments, Moments, effective_rank, rank_me, singular_values
-from istar.sums.layers import Layer, LayerSettings
+from istar.sums.layers import Layer
 from istar.sums.rows import Rows
+from istar.sums.stack_sums import StackSums
 from tests import oracles
+from tests.sums.layer_measures import measure_layer
 
 LINES = (
     "The cat sat on the mat.",
@@ -32,11 +34,11 @@ def spectrum(points: Tensor, centered: bool = True) -> np.ndarray:
 
 def measure(points: Tensor) -> dict[str, float]:
     """Return the measures of `istar measure` of points that come in batches of 300."""
-    layer = Layer(0, points[:300].double().mean(0), LayerSettings(num_groups=0))
+    sums = StackSums({"layer": points[:300].double().mean(0)})
     for batch in points.split(300):
         zeros = torch.zeros(len(batch), dtype=torch.int64)
-        layer.update(batch, Rows.of(zeros, zeros, zeros))
-    return layer.compute_measures()
+        sums.update({"layer": batch}, Rows.of(zeros, zeros, zeros))
+    return measure_layer(Layer(sums, "layer"))
 
 
 def fitted_exponent(values: np.ndarray) -> float:

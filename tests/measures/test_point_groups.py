@@ -10,7 +10,6 @@ from sklearn.metrics.pairwise import cosine_similarity
 from istar.errors import NonFiniteError, UserError
 from istar.measures import AverageCosine, GroupedPoints, Norms, log2_bin_range, log2_bins, point_groups
 from istar.measures import numerics as rows
-from istar.measures.point_groups import RowsByGroup
 from tests import oracles
 
 
@@ -140,44 +139,18 @@ def test_groups_may_appear_one_after_another(is_descending):
         assert summary.inter_sim == pytest.approx(expected.inter_sim, rel=1e-12, nan_ok=True)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_of_groups_are_summed(dtype, device):
-    points, groups = cloud(dtype=dtype).to(device), torch.tensor([7, 3, 3, 9, 7, 7], device=device).repeat(10)
-    weights = torch.linspace(-1, 2, 60, dtype=dtype, device=device)
-    rows = RowsByGroup.of(groups)
-    assert rows.groups.tolist() == [3, 7, 9]
-    assert rows.counts.tolist() == [20, 30, 10]
-    for index, group in enumerate((3, 7, 9)):
-        members, member_weights = points[groups == group].double(), weights[groups == group].double()
-        tolerances = {"rtol": 1e-12, "atol": 0} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
-        actual = rows.sum_rows(points)[index], rows.sum_rows(points, weights)[index], rows.sum_values(weights)[index]
-        expected = members.sum(0), (member_weights[:, None] * members).sum(0), member_weights.sum()
-        for actual_sum, expected_sum in zip(actual, expected, strict=True):
-            torch.testing.assert_close(actual_sum.double(), expected_sum, **tolerances)
-
-
 @pytest.mark.usefixtures("any_allocation")
-def test_rows_added_by_group_are_those_added_one_by_one():
+def test_sums_of_groups_are_those_of_points_added_one_by_one():
     points, groups = cloud(), POSITIONS % 4
     points[5] = 0
-    norms, by_rows, rows_by_group = points.norm(dim=1), GroupedPoints(5, 5), RowsByGroup.of(groups)
-    norm_totals, num_nonzero = rows_by_group.sum_values(torch.stack([norms, (norms != 0).to(norms)]))
-    unit_totals = rows_by_group.sum_rows(points, rows.inverse_or_zero(norms))
-    by_rows.add_rows(rows_by_group, unit_totals, norm_totals, num_nonzero)
-    for summary, expected in zip(by_rows.compute(), GroupedPoints(5, 5).update(points, groups).compute(), strict=True):
+    norms, membership = points.norm(dim=1), (groups == torch.arange(5)[:, None]).long()
+    unit_totals = membership.double() @ (points * rows.inverse_or_zero(norms)[:, None])
+    num_nonzero = membership @ (norms != 0).long()
+    by_sums = GroupedPoints.of_sums(membership.sum(1), num_nonzero, membership.double() @ norms, unit_totals)
+    for summary, expected in zip(by_sums.compute(), GroupedPoints(5, 5).update(points, groups).compute(), strict=True):
         for value, expected_value in zip(vars(summary).values(), vars(expected).values(), strict=True):
             assert value == pytest.approx(expected_value, rel=1e-12, nan_ok=True)
-    assert by_rows.nonzero.tolist() == [15, 14, 15, 15, 0]
-
-
-@pytest.mark.usefixtures("any_allocation")
-def test_each_group_can_have_the_points_of_all_others():
-    points, groups = cloud(), POSITIONS % 3
-    others = GroupedPoints(4, 5).update(points, groups).merge_others()
-    for group, summary in enumerate(others.compute()):
-        expected = GroupedPoints(1, 5).update(points[groups != group], groups[groups != group] * 0).compute()[0]
-        assert vars(summary) == pytest.approx(vars(expected), rel=1e-12)
+    assert by_sums.nonzero.tolist() == [15, 14, 15, 15, 0]
 
 
 WITH_NAN = cloud()

@@ -13,11 +13,13 @@ import torch
 
 from istar.measures import isoscore_unbiased
 from istar.measures.catalogue import MEASURES_WITH_ERROR
-from istar.sums import grouped_moments
-from istar.sums.layers import Layer, LayerSettings
+from istar.sums import stack_blocks
+from istar.sums.layers import Layer
 from istar.sums.rows import Rows
+from istar.sums.stack_sums import LayerSettings, StackSums
 from tests import oracles
 from tests.geometry.collect import test_stream
+from tests.sums.layer_measures import decompose_layer, measure_layer, replicate_layer
 from tests.waiting import SECONDS
 
 DIM, TYPES, GROUPS, LENGTH = 6, 9, 4, 12
@@ -37,29 +39,34 @@ def make_text(num_documents: int = 20) -> tuple[Any, Any, Any, Any]:
     return points, tokens, token_index % LENGTH, token_index // LENGTH % GROUPS
 
 
-def add_tokens(layer: Layer, points: torch.Tensor, *columns: torch.Tensor) -> None:
+def add_tokens(sums: StackSums, points: torch.Tensor, *columns: torch.Tensor) -> None:
     """Add the points of tokens in any order; the columns are their types, positions and groups."""
     types, positions, *groups = columns
     rows = Rows.of(groups[0] if groups else torch.zeros_like(types), types, positions)
-    layer.update(points[rows.order], rows)
+    sums.update({"layer": points[rows.order]}, rows)
 
 
-def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:
-    """Return a layer that has accumulated the given batches."""
-    result = Layer(TYPES, ORIGIN, settings or LayerSettings("all", GROUPS))
+def make_sums(*batches: Any, settings: LayerSettings | None = None) -> StackSums:
+    """Return the sums of a layer over the given batches."""
+    result = StackSums({"layer": ORIGIN}, TYPES, settings or LayerSettings("all", GROUPS))
     for points, *tokens in batches:
         add_tokens(result, points, *tokens)
     return result
 
 
+def make_layer(*batches: Any, settings: LayerSettings | None = None) -> Layer:
+    """Return the measures of a layer over the given batches."""
+    return Layer(make_sums(*batches, settings=settings), "layer")
+
+
 def test_a_layer_is_on_the_device_of_its_origin_whatever_the_default_device_is() -> None:
     batch, settings = make_text(), LayerSettings("all", GROUPS)
-    expected = make_layer(batch, settings=settings)
+    expected = make_sums(batch, settings=settings)
     with torch.device("meta"):
-        layer = make_layer(batch, settings=settings)
-        replicates = layer.compute_replicates()
-    assert replicates == expected.compute_replicates()
-    torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
+        sums = make_sums(batch, settings=settings)
+        replicates = replicate_layer(Layer(sums, "layer"))
+    assert replicates == replicate_layer(Layer(expected, "layer"))
+    torch.testing.assert_close(sums.state_dict(), expected.state_dict(), rtol=0, atol=0, equal_nan=True)
 
 
 def tolerance(is_by_type: bool) -> dict[str, float]:
@@ -67,17 +74,17 @@ def tolerance(is_by_type: bool) -> dict[str, float]:
     return {"abs": 1e-7} if is_by_type else {"rel": 1e-9}
 
 
-@pytest.mark.parametrize("max_recent_points", [1, 7, 10_000])
-def test_batches_and_merges_change_no_measures(max_recent_points: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_moments, "MAX_RECENT_POINTS", max_recent_points)
+@pytest.mark.parametrize("max_rows", [1, 7, 10_000])
+def test_batches_and_merges_change_no_measures(max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack_blocks, "MAX_PRODUCT_ROWS", max_rows)
     first, second = zip(*(column.split([8 * LENGTH, 12 * LENGTH]) for column in make_text()), strict=True)
     expected_layer = make_layer(make_text())
-    second_layer, restored_layer = make_layer(second), make_layer(settings=LayerSettings("all", GROUPS))
-    restored_layer.load_state_dict(make_layer(first).state_dict())
-    restored_layer.merge(second_layer)
-    expected = expected_layer.compute_measures()
-    for other in (make_layer(first, second), restored_layer):
-        measures = other.compute_measures()
+    restored_sums = make_sums()
+    restored_sums.load_state_dict(make_sums(first).state_dict())
+    restored_sums.merge(make_sums(second))
+    expected = measure_layer(expected_layer)
+    for other in (make_layer(first, second), Layer(restored_sums, "layer")):
+        measures = measure_layer(other)
         for name, value in expected.items():
             assert measures[name] == pytest.approx(value, nan_ok=True, **tolerance("intra_sim" in name)), name
         for method in ("summarize_by_position", "summarize_by_frequency"):
@@ -109,7 +116,7 @@ def measures_without_group() -> list[dict[str, float]]:
 
 
 def test_errors_are_those_of_measures_without_each_group(measures_without_group: list[dict[str, float]]) -> None:
-    measures = make_layer(make_text()).compute_measures()
+    measures = measure_layer(make_layer(make_text()))
     assert {key for key in measures if key.endswith("_error")} == {f"{key}_error" for key in measures_without_group[0]}
     for name in measures_without_group[0]:
         pseudo_values = [-(GROUPS - 1) * values[name] for values in measures_without_group]
@@ -118,30 +125,31 @@ def test_errors_are_those_of_measures_without_each_group(measures_without_group:
 
 def test_replicates_are_measures_without_each_group(measures_without_group: list[dict[str, float]]) -> None:
     points, tokens, positions, groups = make_text()
-    replicates = make_layer(make_text()).compute_replicates()
+    replicates = replicate_layer(make_layer(make_text()))
     assert replicates.keys() == {"points", *measures_without_group[0]}
     for name in measures_without_group[0].keys() - {"alpha_req"}:
         assert replicates[name] == pytest.approx([values[name] for values in measures_without_group], rel=1e-8), name
     assert replicates["alpha_req"] == []  # not defined in six dimensions
     assert replicates["points"] == [int((groups != group).sum()) for group in range(GROUPS)]
-    assert make_layer(make_text(), settings=LayerSettings("basic")).compute_replicates() == {}
-    without_group = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))).compute_replicates()
+    assert replicate_layer(make_layer(make_text(), settings=LayerSettings("basic"))) == {}
+    without_group = replicate_layer(make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))))
     assert set(map(tuple, without_group.values())) == {()}
 
 
 FIRST_RESULT = """
 import sys
 import torch
-from istar.sums.layers import Layer, LayerSettings
 from istar.sums.sample import Sample
 from istar.sums.rows import Rows
 from istar.sums.source_sums import SourceSums
+from istar.sums.stack_measures import compute_replicates
+from istar.sums.stack_sums import LayerSettings, StackSums
 
 points, index = torch.randn(200, 16), torch.arange(200)
 batch = Rows.of(index // 50, index, index)
-layer = Layer(200, torch.zeros(16), LayerSettings("all", 4))
-layer.update(points[batch.order], batch)
-assert layer.compute_measures()["isoscore_error"] > 0
+sums = StackSums({"layer": torch.zeros(16)}, 200, LayerSettings("all", 4))
+sums.update({"layer": points[batch.order]}, batch)
+assert len(compute_replicates(sums)["layer"]["isoscore"]) == 4
 sample = Sample({"points": torch.device("cpu")}, 100, 0)
 sample.update([0], [200], index, {"points": points})
 assert sample.estimate_two_nn("points").value > 0
@@ -160,9 +168,9 @@ def test_a_first_result_of_points_waits_for_no_library_of_texts_or_compilers() -
 
 
 def test_groups_do_not_change_the_measures() -> None:
-    ungrouped_measures = make_layer(make_text(), settings=LayerSettings("all")).compute_measures()
+    ungrouped_measures = measure_layer(make_layer(make_text(), settings=LayerSettings("all")))
     assert not [name for name in ungrouped_measures if name.endswith("_error")]
-    grouped_measures = make_layer(make_text()).compute_measures()
+    grouped_measures = measure_layer(make_layer(make_text()))
     assert math.isnan(ungrouped_measures.pop("effective_rank_unbiased"))  # it needs the groups
     assert {name: grouped_measures[name] for name in ungrouped_measures} == pytest.approx(
         ungrouped_measures, rel=1e-11, nan_ok=True
@@ -170,10 +178,10 @@ def test_groups_do_not_change_the_measures() -> None:
 
 
 def test_without_scatter_by_group_some_errors_are_left_out() -> None:
-    basic_measures = make_layer(
-        make_text(), settings=LayerSettings("basic", GROUPS, scatter_by_group=False)
-    ).compute_measures()
-    all_measures = make_layer(make_text()).compute_measures()
+    basic_measures = measure_layer(
+        make_layer(make_text(), settings=LayerSettings("basic", GROUPS, scatter_by_group=False))
+    )
+    all_measures = measure_layer(make_layer(make_text()))
     errors = {name for name in basic_measures if name.endswith("_error")}
     assert errors == {"inter_sim_error", "average_norm_error"}
     assert math.isnan(basic_measures.pop("effective_rank_unbiased"))
@@ -182,10 +190,10 @@ def test_without_scatter_by_group_some_errors_are_left_out() -> None:
 
 def add_groups_of_points(points: torch.Tensor, num_groups: int = 10) -> dict[str, float]:
     """Return the measures of independent points `(n, d)`; point i is in group i mod `num_groups`."""
-    layer = Layer(0, points.mean(0), LayerSettings(num_groups=num_groups))
+    sums = StackSums({"layer": points.mean(0)}, settings=LayerSettings(num_groups=num_groups))
     zeros = torch.zeros(len(points), dtype=torch.int64)
-    add_tokens(layer, points, zeros, zeros, torch.arange(len(points)) % num_groups)
-    return layer.compute_measures()
+    add_tokens(sums, points, zeros, zeros, torch.arange(len(points)) % num_groups)
+    return measure_layer(Layer(sums, "layer"))
 
 
 @pytest.mark.parametrize("points_per_dimension", [2, 4, 10])
@@ -213,7 +221,7 @@ def test_corrected_ranks_are_those_of_the_distribution(power: float, points_per_
 
 def test_axes_for_a_share_of_the_variance_and_the_severity_of_the_mean() -> None:
     points, *_ = make_text()
-    measures = make_layer(make_text()).compute_measures()
+    measures = measure_layer(make_layer(make_text()))
     variances = np.linalg.eigvalsh(np.cov(points.T.numpy()))[::-1]
     for percent in (90, 95, 99):
         fewest = next(k for k in range(1, DIM + 1) if variances[:k].sum() >= percent / 100 * variances.sum())
@@ -231,9 +239,10 @@ def test_points_that_are_equal_up_to_rounding_have_norms_and_cosines_alone(scale
     points[:] = scale * torch.tensor([3.0, -0.7, 1.3, 0.9, -2.1, 0.3])
     points = points.to(dtype)
     points[::2] *= 1 + torch.finfo(dtype).eps
-    layer = Layer(TYPES, scale * ORIGIN, LayerSettings("all", GROUPS))
-    add_tokens(layer, points, *columns)
-    measures = layer.compute_measures()
+    sums = StackSums({"layer": scale * ORIGIN}, TYPES, LayerSettings("all", GROUPS))
+    add_tokens(sums, points, *columns)
+    layer = Layer(sums, "layer")
+    measures = measure_layer(layer)
     norms = {"average_norm", "mean_vector_norm", "norm_ratio", "massive_activations", "largest_activation",
              "largest_activation_ratio"}  # fmt: skip
     cosines = {"inter_sim", "intra_sim", "adjusted_intra_sim", "mean_direction_norm", "rank_me", "top_1_cosine_share",
@@ -243,7 +252,7 @@ def test_points_that_are_equal_up_to_rounding_have_norms_and_cosines_alone(scale
     assert {name for name, value in measures.items() if math.isfinite(value)} == expected_names | errors
     assert measures["average_norm"] == pytest.approx(points[0].norm().item(), rel=1e-6)
     assert layer.is_constant
-    assert torch.equal(layer.compute_spectra()["centered"], torch.zeros(DIM).double())
+    assert torch.equal(decompose_layer(layer)["centered"], torch.zeros(DIM).double())
     if scale:
         assert measures["inter_sim"] == pytest.approx(1, abs=1e-6)
         assert measures["rank_me"] == pytest.approx(1, rel=1e-4)
@@ -253,7 +262,7 @@ def test_the_unbiased_score_of_a_single_outlier_is_undefined_and_the_others_stay
     points, *columns = make_text()
     points[:] = 1.0
     points[7, 2] = 5.0
-    measures = make_layer((points, *columns)).compute_measures()
+    measures = measure_layer(make_layer((points, *columns)))
     assert math.isnan(measures["isoscore_unbiased"])
     assert measures["participation_ratio"] == pytest.approx(1)
     # One group has the only point that differs; without it, all points are equal.
@@ -263,7 +272,7 @@ def test_the_unbiased_score_of_a_single_outlier_is_undefined_and_the_others_stay
 
 def test_errors_are_not_defined_if_a_group_is_empty() -> None:
     points, tokens, positions, groups = make_text()
-    measures = make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))).compute_measures()
+    measures = measure_layer(make_layer((points, tokens, positions, groups.clamp(max=GROUPS - 2))))
     for name in MEASURES_WITH_ERROR:
         assert math.isnan(measures[f"{name}_error"])
         # A power law needs more than the six dimensions of these points.
@@ -290,17 +299,18 @@ def test_by_position_and_by_frequency() -> None:
 def test_basic_measures_and_no_vocabulary() -> None:
     settings = LayerSettings("basic")
     basic_measures, all_measures = (
-        make_layer(make_text(), settings=settings).compute_measures(),
-        make_layer(make_text()).compute_measures(),
+        measure_layer(make_layer(make_text(), settings=settings)),
+        measure_layer(make_layer(make_text())),
     )
     expected_extra = {"token_kurtosis", "largest_token_kurtosis", "massive_activations", "largest_activation",
                       "largest_activation_ratio"}  # fmt: skip
     assert {name for name in all_measures if not name.endswith("_error")} - basic_measures.keys() == expected_extra
     assert make_layer(make_text(), settings=settings).find_massive_activations() is None
-    layer_without_vocabulary = Layer(0, ORIGIN, settings)
+    sums_without_vocabulary = StackSums({"layer": ORIGIN}, 0, settings)
     points, *tokens = make_text()[:3]
-    add_tokens(layer_without_vocabulary, points, *tokens)
-    assert basic_measures.keys() - layer_without_vocabulary.compute_measures().keys() == {
+    add_tokens(sums_without_vocabulary, points, *tokens)
+    layer_without_vocabulary = Layer(sums_without_vocabulary, "layer")
+    assert basic_measures.keys() - measure_layer(layer_without_vocabulary).keys() == {
         "intra_sim",
         "adjusted_intra_sim",
     }
@@ -316,14 +326,14 @@ def test_massive_activations_have_their_places() -> None:
 
 
 def test_a_power_law_is_found_and_needs_twelve_dimensions() -> None:
-    assert math.isnan(make_layer(make_text()).compute_measures()["alpha_req"])
+    assert math.isnan(measure_layer(make_layer(make_text()))["alpha_req"])
     random = np.random.default_rng(0)
     axes = random.normal(size=(400, 40))
     axes, _ = np.linalg.qr(axes - axes.mean(0))
-    wide_layer = Layer(0, torch.zeros(40))
+    wide_sums = StackSums({"layer": torch.zeros(40)})
     points = torch.from_numpy(axes * np.arange(1, 41) ** -0.7)
-    wide_layer.update(points, Rows.of(zeros := torch.zeros(400, dtype=torch.int64), zeros, torch.arange(400)))
-    measures = wide_layer.compute_measures()
+    add_tokens(wide_sums, points, torch.zeros(400, dtype=torch.int64), torch.arange(400))
+    measures = measure_layer(Layer(wide_sums, "layer"))
     assert measures["alpha_req"] == pytest.approx(1.4, rel=1e-6)
     assert measures["alpha_req_r_squared"] == pytest.approx(1, rel=1e-9)
 
@@ -332,15 +342,15 @@ def test_the_error_of_alpha_req_is_that_of_power_laws_without_each_group() -> No
     random = np.random.default_rng(0)
     points = random.normal(size=(400, 30)) * np.arange(1, 31) ** -0.5
     groups = np.arange(400) // 5 % GROUPS
-    layer = Layer(0, torch.zeros(30), LayerSettings(num_groups=GROUPS))
+    sums = StackSums({"layer": torch.zeros(30)}, settings=LayerSettings(num_groups=GROUPS))
     columns = (torch.zeros(400, dtype=torch.int64), torch.arange(400) % 5, torch.from_numpy(groups))
-    add_tokens(layer, torch.from_numpy(points), *columns)
+    add_tokens(sums, torch.from_numpy(points), *columns)
     exponents = []
     for group in range(GROUPS):
         variances = np.linalg.eigvalsh(np.cov(points[groups != group].T))[::-1][10:29]
         slope, *_ = np.polyfit(np.log(np.arange(11, 30)), np.log(variances), 1)
         exponents.append(-slope)
-    measures = layer.compute_measures()
+    measures = measure_layer(Layer(sums, "layer"))
     expected = scipy.stats.sem([-(GROUPS - 1) * exponent for exponent in exponents])
     assert measures["alpha_req_error"] == pytest.approx(expected, rel=1e-6)
 
@@ -356,12 +366,13 @@ def test_float32_states_have_the_measures_of_float64(scale: float) -> None:
     points = (points * scale).float()
     batches = [(points, *tokens), (points.double(), *tokens)]
     origin = points[:50].double().mean(0)
-    layer, wide_layer = (Layer(TYPES, origin, LayerSettings("all", GROUPS)) for _ in batches)
-    for accumulator, (states, *columns) in zip((layer, wide_layer), batches, strict=True):
+    accumulators = [StackSums({"layer": origin}, TYPES, LayerSettings("all", GROUPS)) for _ in batches]
+    for accumulator, (states, *columns) in zip(accumulators, batches, strict=True):
         for part in range(GROUPS):
             rows = columns[-1] == part
             add_tokens(accumulator, states[rows], *(column[rows] for column in columns))
-    measures, expected_measures = layer.compute_measures(), wide_layer.compute_measures()
+    layer, wide_layer = (Layer(accumulator, "layer") for accumulator in accumulators)
+    measures, expected_measures = measure_layer(layer), measure_layer(wide_layer)
     assert math.isfinite(expected_measures["largest_kurtosis"])
     for name, expected in expected_measures.items():
         # An error is a small difference of large numbers.
@@ -378,8 +389,9 @@ def test_float32_dimensions_of_tiny_deviations_have_their_kurtosis() -> None:
     points, *tokens = make_text(num_documents=200)
     points[:, 1], points[:, 3] = points[:, 1] ** 3 * 1e-32, 3e-20
     points = points.float()
-    layer = Layer(TYPES, points[:50].double().mean(0))
-    add_tokens(layer, points, *tokens)
+    sums = StackSums({"layer": points[:50].double().mean(0)}, TYPES)
+    add_tokens(sums, points, *tokens)
+    layer = Layer(sums, "layer")
     kurtosis = layer.dimensions.kurtosis()
     assert layer.dimensions.mean[1].item() == pytest.approx(points[:, 1].double().mean().item(), rel=1e-9, abs=0)
     expected = scipy.stats.kurtosis(points[:, :3].double().numpy())
@@ -391,8 +403,8 @@ def test_float32_dimensions_of_tiny_deviations_have_their_kurtosis() -> None:
 def test_tokens_may_come_in_any_order() -> None:
     text = make_text()
     order = torch.from_numpy(np.random.default_rng(1).permutation(20 * LENGTH))
-    measures = make_layer(tuple(column[order] for column in text)).compute_measures()
-    for name, value in make_layer(text).compute_measures().items():
+    measures = measure_layer(make_layer(tuple(column[order] for column in text)))
+    for name, value in measure_layer(make_layer(text)).items():
         assert measures[name] == pytest.approx(value, nan_ok=True, **tolerance("intra_sim" in name)), name
 
 
@@ -425,12 +437,12 @@ def test_intervals_from_documents_cover_and_those_from_tokens_do_not() -> None:
         document_topics = topics[random.integers(8, size=documents)]
         cumulative_shares = document_topics.cumsum(1)[:, None, :]
         tokens = (random.random((documents, length, 1)) > cumulative_shares).sum(2).clip(max=11).ravel()
-        accumulator = Layer(0, torch.zeros(4), settings)
+        accumulator = StackSums({"layer": torch.zeros(4)}, 0, settings)
         points = types[tokens]
         positions = torch.zeros(len(tokens)).long()
         columns = (torch.from_numpy(tokens), positions, group_by_token)
         add_tokens(accumulator, torch.from_numpy(points), *columns)
-        measures = accumulator.compute_measures()
+        measures = measure_layer(Layer(accumulator, "layer"))
         for name, values in by_document.items():
             values.append((measures[name], measures[f"{name}_error"]))
         # These errors assume independent tokens: the first is that of a mean, the second is by the delta method.

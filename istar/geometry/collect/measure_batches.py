@@ -166,7 +166,7 @@ def measure_batches(
     statistics = sums.finish()
     summary = summarize_source(statistics)
     dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
-    devices = {layer.power_sums.device for layer in statistics.layers.values()}
+    devices = {layer.origin.device for layer in statistics.layers.values()}
     measurements = Measurements(
         model=describe_model(type(model).__name__, dtypes, devices, getattr(config, "model_type", None)),
         weights="",

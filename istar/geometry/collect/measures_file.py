@@ -82,7 +82,7 @@ class Measurements:
     massive: BySourceAndTap[list[dict[str, Any]]] = field(default_factory=dict)
     # Intrinsic dimension by scale: fields of `ScaleDimension`.
     gride: BySourceAndTap[list[dict[str, float]]] = field(default_factory=dict)
-    # Measures without each group of documents, for jackknife errors of differences; see `Layer.compute_replicates`.
+    # Measures without each group of documents, for jackknife errors of differences; see `compute_replicates`.
     replicates: BySourceAndTap[dict[str, list[float]]] = field(default_factory=dict)
     text_hashes: dict[str, str] = field(default_factory=dict)  # hash of each text's content by its name
     # `matrices.summarize_rows` of each embedding matrix, and `counts`, how often each token occurs in the texts.

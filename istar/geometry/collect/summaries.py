@@ -30,8 +30,7 @@ def summarize_source(statistics: SourceSums, name_token: NameToken = str) -> dic
     """
     layers = statistics.layers
     types = next(iter(layers.values())).types
-    spectra = {tap: layer.compute_spectra() for tap, layer in layers.items()}
-    replicates = {tap: layer.compute_replicates() for tap, layer in layers.items()}
+    spectra, replicates = statistics.compute_spectra(), statistics.compute_replicates()
     massive = {tap: layer.find_massive_activations() for tap, layer in layers.items()}
     by_frequency = {} if types is None else {tap: layer.summarize_by_frequency() for tap, layer in layers.items()}
     gride = statistics.estimate_gride()

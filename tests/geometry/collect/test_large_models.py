@@ -18,7 +18,7 @@ from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.pass_settings import MeasureSettings
 from istar.models.model_source import ModelSource
 from istar.models.pretrained import load_encoder
-from istar.sums.layers import Layer
+from istar.sums.stack_sums import StackSums
 from istar.texts.corpus import Source
 from tests.geometry.collect.test_stream import SENTENCES, TOKENIZER
 
@@ -153,6 +153,6 @@ def test_a_pass_that_runs_out_of_memory_says_what_to_lower(folder: Path, monkeyp
     def run_out_of_memory(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(Layer, "update", run_out_of_memory)
+    monkeypatch.setattr(StackSums, "update", run_out_of_memory)
     with pytest.raises(UserError, match=r"does not fit into memory \(CUDA out of memory.*lower batch_tokens"):
         measure_folder(folder, "none")

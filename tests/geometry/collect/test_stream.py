@@ -500,7 +500,7 @@ def test_errors_are_from_groups_of_documents(source: Source) -> None:
 
 
 def test_too_large_sums_of_groups_are_left_out_with_a_warning(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    required_bytes = 10 * 3 * 24**2 * 12
+    required_bytes = 10 * 3 * 24**2 * 8
     for limit, is_warned in ((required_bytes, False), (required_bytes - 1, True)):
         monkeypatch.setattr(source_sums, "MAX_GROUP_BYTES", limit)
         console = Console(file=io.StringIO(), width=80)
