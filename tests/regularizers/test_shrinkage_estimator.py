@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForSequenceClassification
 
 from istar.hidden_states import attach
@@ -19,6 +18,7 @@ from istar.measures.moments import merge_moments
 from istar.regularizers import IStar, shrinkage_estimator
 from istar.regularizers.shrinkage_estimator import ShrinkageEstimator, default_precision
 from tests.forks import compute_in_group
+from tests.operations import CountedOperations
 from tests.oracles import algorithm_1, stack
 
 LAYERS, BATCH, TOKENS, DIM = 6, 8, 16, 48
@@ -122,26 +122,6 @@ def test_value_and_gradient_are_those_of_plain_autograd(rows: str, zeta: float, 
     assert_close(results[0], results[1], rtol=1e-10, atol=1e-13, equal_nan=True)
 
 
-class Operations(TorchDispatchMode):
-    """The names of dispatched operations, without views, allocations and questions about dtypes."""
-
-    LEFT_OUT = frozenset(
-        """view t transpose expand as_strided unsqueeze squeeze permute select slice detach alias _unsafe_view unbind
-        split split_with_sizes diagonal _reshape_alias empty empty_strided empty_like new_empty new_empty_strided
-        promote_types is_same_size""".split()  # noqa: SIM905
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in self.LEFT_OUT:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def count_step(penalty: IStar | None, has_padding: bool = False) -> Counter[str]:
     """Count the operations of a step of twelve layers with bfloat16 autocast."""
     torch.manual_seed(0)
@@ -160,7 +140,7 @@ def count_step(penalty: IStar | None, has_padding: bool = False) -> Counter[str]
         model.zero_grad()
 
     step()
-    with Operations() as operations:
+    with CountedOperations() as operations:
         step()
     return operations.counts
 
@@ -183,9 +163,9 @@ def test_operations_that_a_penalty_adds_to_a_step(
 def count_collectives(rank: int) -> list[int]:
     """Return the numbers of collectives in the forward and in the backward pass of a penalty."""
     states = [state.requires_grad_() for state in make_states(1.0)]
-    with Operations() as forward:
+    with CountedOperations() as forward:
         loss = make_penalty()([states[0], *states], make_mask(rank == 1))
-    with Operations() as backward:
+    with CountedOperations() as backward:
         loss.backward()
     return [sum("reduce" in name for name in run.counts.elements()) for run in (forward, backward)]
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import NonFiniteError
 from istar.sums.layers import Layer
@@ -15,6 +14,7 @@ from istar.sums.rows import Rows
 from istar.sums.source_sums import SourceSums, SumSettings
 from istar.sums.stack_sums import LayerSettings, StackSums
 from tests.geometry.collect.test_stream import compute_naive_measures
+from tests.operations import CountedOperations
 from tests.sums.layer_measures import measure_layer
 
 NUM_POINTS, DIM, TYPES = 400, 12, 30
@@ -22,16 +22,6 @@ MAX_OPERATIONS, MAX_SYNCHRONIZATIONS = 500, 3
 """Limits of an update of 8,192 points in seven states, without the model and the tokens."""
 MAX_OPERATIONS_AT_THE_END, MAX_SYNCHRONIZATIONS_AT_THE_END = 2_500, 50
 """Limits of the measures of seven states with ten groups, without those of a sample."""
-UNCOUNTED = {
-    *("view", "t", "transpose", "expand", "as_strided", "unsqueeze", "squeeze", "permute", "select", "slice"),
-    *("detach", "alias", "_unsafe_view", "unbind", "split", "split_with_sizes", "empty", "empty_like", "new_empty"),
-    *("empty_strided", "new_empty_strided", "lift_fresh", "_reshape_alias", "_local_scalar_dense", "set_", "resize_"),
-}
-"""Views, allocations, and what is counted as a synchronization."""
-SYNCHRONIZING = {
-    *("_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select", "equal"),
-    *("bincount", "is_nonzero"),
-}
 
 
 def make_states(names: str = "abcde", dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -182,29 +172,13 @@ def test_states_of_different_widths_are_in_different_stacks() -> None:
             assert twice[measure] == pytest.approx(once[measure], rel=1e-9)
 
 
-class _Counter(TorchDispatchMode):
-    """Counts dispatched operations, without views and allocations, and those that a GPU would wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = self.synchronizations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        indices = args[1] if name in ("index", "index_put_", "_index_put_impl_") else ()
-        is_boolean = any(index is not None and index.dtype == torch.bool for index in indices)
-        self.operations += name not in UNCOUNTED
-        self.synchronizations += name in SYNCHRONIZING or is_boolean
-        return func(*args, **(kwargs or {}))
-
-
 def test_an_update_has_few_operations_and_synchronizations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU waits for the host between operations, and the host for the GPU in a synchronization."""
     generator = torch.Generator().manual_seed(0)
     num_points, dim, vocabulary = 8_192, 384, 20_000
     names = ["embeddings", *(f"layer_{index}" for index in range(1, 7))]
     states = {name: torch.randn(num_points, dim, generator=generator) + 1 for name in names}
-    counter = _Counter()
+    counter = CountedOperations()
     read_list = Tensor.tolist
 
     def count_list(values: Tensor) -> Any:  # on a CPU, it is not dispatched
@@ -219,11 +193,11 @@ def test_an_update_has_few_operations_and_synchronizations(monkeypatch: pytest.M
     for update in range(2):
         types = frequencies.multinomial(num_points, replacement=True, generator=generator)
         rows = Rows.of(documents % 10, types, torch.arange(num_points) % 32)
-        counter = _Counter()
+        counter = CountedOperations()
         with monkeypatch.context() as patch, counter:
             patch.setattr(Tensor, "tolist", count_list)
             sums.update(states, rows, [update], [num_points])
-        assert 100 < counter.operations <= MAX_OPERATIONS
+        assert 100 < counter.total <= MAX_OPERATIONS
         assert 0 < counter.synchronizations <= MAX_SYNCHRONIZATIONS
 
 
@@ -233,8 +207,8 @@ def test_the_measures_at_the_end_have_few_operations_and_synchronizations() -> N
     states = {name: torch.randn(NUM_POINTS, 64, generator=generator) + 1 for name in names}
     sums = SourceSums(SumSettings(groups=10, sample=0), dict.fromkeys(names, torch.ones(64).double()), num_types=TYPES)
     sums.update(states, make_rows(10), [], [])
-    with _Counter() as counter:
+    with CountedOperations() as counter:
         measures = sums.compute_measures()
     assert measures["layer_3"]["isoscore_error"] > 0
-    assert 500 < counter.operations <= MAX_OPERATIONS_AT_THE_END
+    assert 500 < counter.total <= MAX_OPERATIONS_AT_THE_END
     assert 0 < counter.synchronizations <= MAX_SYNCHRONIZATIONS_AT_THE_END

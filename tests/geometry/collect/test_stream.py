@@ -30,6 +30,7 @@ from istar.sums.source_sums import SourceSums
 from istar.texts import corpus, demo
 from istar.texts.corpus import Source
 from tests import oracles
+from tests.operations import CountedOperations
 
 SENTENCES = ["the cat sees a dog", "a dog", "does the old dog see a cat ?", "anna likes the small house and the garden"]
 TOKENIZER = tiny.make_tokenizer(demo.vocabulary())
@@ -543,3 +544,36 @@ def test_measures_of_the_sample(source: Source) -> None:
         assert measures["uniformity"] < 0 < 1 < measures["relative_contrast"]
         assert [scale.n1 for scale in statistics.estimate_gride()[tap]] == [1, 2, 4, 8]
     assert read_statistics(bert(), MeasureSettings(16, sample=20), source).estimate_gride() == {}
+
+
+def test_an_update_has_few_operations_and_synchronizations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count those of the second of three updates of 8,192 tokens of a model of six layers, with the model's own."""
+    path, random = tmp_path / "text.txt", np.random.default_rng(0)
+    words = [f"word{index}" for index in range(3_000)]
+    path.write_text("\n".join(" ".join(random.choice(words, random.integers(5, 60))) for _ in range(900)))
+    tokenizer = tiny.make_tokenizer(words)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 1, "intermediate_size": 64}
+    model = hf.BertModel(hf.BertConfig(**sizes, vocab_size=len(tokenizer))).eval()
+    counters: list[CountedOperations] = []
+    num_tokens: list[int] = []
+    update_statistics, read_list = Stream._update_statistics, torch.Tensor.tolist
+
+    def count_update(self: Stream, statistics: SourceSums, update: Any) -> None:
+        counters.append(CountedOperations())
+        num_tokens.append(sum(update.num_tokens))
+        with counters[-1]:
+            update_statistics(self, statistics, update)
+
+    def count_list(values: torch.Tensor) -> Any:  # on a CPU, it is not dispatched
+        if counters and threading.current_thread() is threading.main_thread():
+            counters[-1].synchronizations += 1
+        return read_list(values)
+
+    monkeypatch.setattr(Stream, "_update_statistics", count_update)
+    monkeypatch.setattr(torch.Tensor, "tolist", count_list)
+    Stream(model, tokenizer, MeasureSettings(length=256, groups=10, sample=1_000, batch_tokens=4_096))(
+        [Source("text", path)], lambda sums: None
+    )
+    assert 7_000 < num_tokens[1] <= 8_192
+    assert 500 < counters[1].total <= 1_300
+    assert 0 < counters[1].synchronizations <= 6
