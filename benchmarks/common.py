@@ -351,6 +351,18 @@ def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser
     return parser
 
 
+def add_processor_time_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--processor-time`, whose value is the clock: `time.process_time` or `time.perf_counter`."""
+    parser.add_argument(
+        "--processor-time",
+        action="store_const",
+        dest="clock",
+        const=time.process_time,
+        default=time.perf_counter,
+        help="processor time instead of wall time: for a machine that others use, with OMP_NUM_THREADS=1",
+    )
+
+
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     """Add the option `--device`."""
     parser.add_argument("--device", type=torch.device, help="cpu or cuda (default: a GPU if there is one)")

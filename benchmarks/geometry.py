@@ -29,6 +29,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from benchmarks.common import (
     add_device_option,
+    add_processor_time_option,
     comparison_table,
     make_config,
     make_console,
@@ -80,7 +81,7 @@ def main() -> None:
             calls[name] = partial(
                 stream, [source], partial(timed_end, options.device, end_seconds.setdefault(name, []))
             )
-        seconds = time_in_rotation(calls, options.rounds, options.device)
+        seconds = time_in_rotation(calls, options.rounds, options.device, options.clock)
     tokens = sum(int(inputs["attention_mask"].sum()) for inputs in batches)
     columns = ("seconds (median)", "lowest", "highest", "seconds of its end", f"ratio to the {PEER}")
     kind = "decoder" if options.decoder else "encoder"
@@ -106,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--decoder", action="store_true", help=decoder_help)
     parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="default: float32")
     add_device_option(parser)
+    add_processor_time_option(parser)
     parser.add_argument("--length", type=positive_int, default=256, help="tokens of a block (default: 256)")
     parser.add_argument("--documents", choices=("separate", "packed"), default="separate", help="default: separate")
     parser.add_argument("--measures", choices=("basic", "all"), default="basic", help="default: basic")

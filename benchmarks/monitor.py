@@ -10,7 +10,6 @@ monitor reads every 50th step by default.
 """
 
 import argparse
-import time
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,6 +19,7 @@ from rich.table import Table
 import istar
 from benchmarks.common import (
     SHAPES,
+    add_processor_time_option,
     add_shape_option,
     comparison_table,
     make_console,
@@ -46,11 +46,7 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=20)
     add_shape_option(parser)
     parser.add_argument("--real", type=float, default=0.8, help="share of real tokens in the batch (default: 0.8)")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="processor time instead of wall time: for a machine that others use, with OMP_NUM_THREADS=1",
-    )
+    add_processor_time_option(parser)
     options = parse_options(parser)
     for shape in options.shape:
         make_console().print(make_table(shape, options))
@@ -81,8 +77,7 @@ def make_table(shape: str, options: argparse.Namespace) -> Table:
     names = [PEER, BETWEEN, *READINGS]
     calls = {name: partial(run, name) for name in names}
     preparations = {name: partial(prepare, name) for name in names}
-    clock = time.process_time if options.processor_time else time.perf_counter
-    seconds = time_in_rotation(calls, options.rounds, options.device, clock, preparations)
+    seconds = time_in_rotation(calls, options.rounds, options.device, options.clock, preparations)
     title = f"{shape}, float32, {options.real:.0%} real tokens, {options.device}, {options.rounds} rounds"
     columns = ("ms a step (median)", f"ratio to {PEER}", f"share of a training, every {EVERY}")
     table = comparison_table(title, columns, options.rounds)

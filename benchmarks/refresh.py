@@ -13,7 +13,6 @@ the peak of the bare forward pass; on a GPU, the peak of one more call in this p
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.common import (
     SHAPES,
+    add_processor_time_option,
     comparison_table,
     json_from_new_process,
     make_console,
@@ -128,11 +128,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="minilm-32x64", help="default: minilm-32x64")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: both")
     parser.add_argument("--points", type=positive_int, default=250_000, help="points of Sigma_S (default: 250000)")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="processor time instead of wall time: for a machine that others use, with OMP_NUM_THREADS=1",
-    )
+    add_processor_time_option(parser)
     options = parse_options(parser)
     if not options.peak_of and "bf16" in options.precision:
         note_emulated_bfloat16(options.device.type)
@@ -148,8 +144,7 @@ def main() -> None:
 
 def make_table(calls: dict[str, Callable[[], Any]], precision: str, options: argparse.Namespace) -> Table:
     """Measure all contenders in this precision, and return the table."""
-    clock = time.process_time if options.processor_time else time.perf_counter
-    seconds = time_in_rotation(calls, options.rounds, options.device, clock)
+    seconds = time_in_rotation(calls, options.rounds, options.device, options.clock)
     if options.device.type == "cuda":
         peaks = measure_gpu_peaks_mb(calls, options.device)
     else:

@@ -19,7 +19,6 @@ about half of that in bf16 if the processor has instructions for it.
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -37,6 +36,7 @@ from benchmarks.common import (
     SHAPES,
     Method,
     Shape,
+    add_processor_time_option,
     add_shape_option,
     comparison_table,
     json_from_new_process,
@@ -150,11 +150,7 @@ def main() -> None:
     )
     parser.add_argument("--no-memory", action="store_true", help="measure time alone")
     parser.add_argument("--compile", action="store_true", help="compile all models with torch.compile")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="processor time instead of wall time: for a machine that others use, with OMP_NUM_THREADS=1",
-    )
+    add_processor_time_option(parser)
     options = parse_options(parser)
     if options.compile and (trainer_methods := [name for name in options.only if name in TRAINER_METHODS]):
         parser.error(f"--compile is not for {', '.join(trainer_methods)}")
@@ -195,8 +191,7 @@ def make_table(shape: str, precision: str, options: argparse.Namespace) -> Table
             preparations[name] = partial(steps.prepare, penalty)
     for call in calls.values() if options.compile else ():
         call()  # transformers sets an option of the config in the first call, and the second one compiles again
-    clock = time.process_time if options.processor_time else time.perf_counter
-    seconds = time_in_rotation(calls, options.rounds, device, clock, preparations)
+    seconds = time_in_rotation(calls, options.rounds, device, options.clock, preparations)
     measured_names = [] if options.no_memory else [name for name in names if name not in TRAINER_METHODS]
     if device.type == "cuda":
         peaks = measure_gpu_peaks_mb({name: calls[name] for name in measured_names}, device, preparations)
