@@ -67,7 +67,7 @@ class PenaltyLoss(nn.Module):
         suffix: str = "",
     ) -> None:
         super().__init__()
-        check_type("model", model, SentenceTransformer, "SentenceTransformer(name)")
+        check_type("model", model, nn.Sequential, "SentenceTransformer(name)")
         check_type("loss", loss, nn.Module, "CoSENTLoss(model)")
         check_penalty(penalty, settings)
         check_one_of("on", on, POINT_TYPES)
