@@ -31,7 +31,8 @@ def attach(
     """Attach a penalty to a model, so that each forward pass with gradients reads the hidden states for it.
 
     After a forward pass, `loss()` returns the penalty, which the training loop adds to its loss. `refresh()` computes
-    the shrinkage covariance of `IStar`, usually before each epoch.
+    the shrinkage covariance of `IStar`, usually before each epoch. Two training passes in a row without `loss()` give a
+    warning, except in a model that is compiled with its penalty.
 
     A second penalty of the same class on the same states replaces the first with a warning, for example when a notebook
     cell runs again. Penalties with other layers, points or set-points add up.
