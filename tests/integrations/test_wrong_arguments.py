@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
@@ -69,14 +68,3 @@ def test_another_penalty_or_other_settings_are_refused_in_one_line(make, penalty
 def test_another_model_or_loss_is_refused_in_one_line(model, loss, message, on):
     with pytest.raises(UserError, match=message):
         PenaltyLoss(model, loss, PENALTY, on)
-
-
-def test_a_forgotten_loss_in_a_plain_loop_is_named_with_the_call():
-    model = make_model()
-    inputs = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([0])}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with istar.attach(model.train(), istar.IStar(zeta=0)), pytest.warns(UserWarning, match=r"add attached\.loss\(\)"):
-        for _ in range(3):
-            model(**inputs).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
