@@ -1,6 +1,7 @@
 """Exceptions that are shown to the user as one line, helpers for their messages, and checks of options."""
 
 import difflib
+import inspect
 import math
 import os
 import re
@@ -63,6 +64,21 @@ class StoppedError(UserError):
         return type(self), (str(self), self.exit_code - StoppedError.exit_code)
 
 
+class NamedOptions:
+    """A base class for options; an unknown or a surplus one raises a `UserError` that names those that exist."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        signature = inspect.signature(cls.__init__)
+        try:
+            signature.bind_partial(None, *args, **options)
+        except TypeError as error:
+            _, *known = signature.parameters
+            hint = next((did_you_mean(name, known) for name in options if name not in known), "")
+            names = ", ".join(known).replace("weight", "weight (lambda)", 1)
+            raise UserError(f"{cls.__name__}: {error}{hint}; expected {names}") from None
+        return super().__new__(cls)
+
+
 def float_or_nan(function: Callable[[], Any]) -> float:
     """Return the result of a function as a float, or NaN if it raises a `UserError` because the value is undefined."""
     try:
@@ -113,7 +129,7 @@ def did_you_mean(word: str, known_words: Iterable[str], cutoff: float = 0.5) -> 
 
     Similar words have a ratio of `difflib.SequenceMatcher` of at least `cutoff`.
     """
-    similar_words = difflib.get_close_matches(word, list(known_words), n=1, cutoff=cutoff)
+    similar_words = difflib.get_close_matches(str(word), list(known_words), n=1, cutoff=cutoff)
     return f"; did you mean {similar_words[0]}?" if similar_words else ""
 
 
@@ -138,6 +154,12 @@ def check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
         raise OptionError(
             f"{option}={value} is not known{did_you_mean(value, allowed)}; expected one of {', '.join(allowed)}"
         )
+
+
+def check_type(argument: str, value: object, expected: type, example: str) -> None:
+    """Raise a `UserError` with an example unless the value of an argument is an instance of a class."""
+    if not isinstance(value, expected):
+        raise UserError(f"{argument} is {shorten(repr(value), 60)}; expected a {expected.__name__}, such as {example}")
 
 
 def check_names(function: str, names: Sequence[str]) -> None:

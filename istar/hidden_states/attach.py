@@ -1,5 +1,7 @@
 """`attach`, which adds a penalty on hidden states to the forward passes of a model."""
 
+import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from istar.regularizers.base import Penalty
 from istar.regularizers.points import ALL_POINTS, Points, PointSample
 
 DEFAULT_SETTINGS = PenaltySettings()
+_attached_penalties: "weakref.WeakSet[HiddenStatePenalty]" = weakref.WeakSet()
+"""The penalties of all models. The hooks of a model keep its penalty alive, even if no variable does."""
 
 
 def attach(
@@ -27,7 +31,11 @@ def attach(
     """Attach a penalty to a model, so that each forward pass with gradients reads the hidden states for it.
 
     After a forward pass, `loss()` returns the penalty, which the training loop adds to its loss. `refresh()` computes
-    the shrinkage covariance of `IStar`, usually before each epoch.
+    the shrinkage covariance of `IStar`, usually before each epoch. Two training passes in a row without `loss()` give a
+    warning, except in a model that is compiled with its penalty.
+
+    A second penalty of the same class on the same states replaces the first with a warning, for example when a notebook
+    cell runs again. Penalties with other layers, points or set-points add up.
 
     >>> import istar, transformers
     >>> config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
@@ -35,7 +43,7 @@ def attach(
     >>> batch = {"input_ids": torch.arange(40).view(4, 10), "labels": torch.arange(40).view(4, 10)}
     >>> attached = istar.attach(model, istar.IStar(weight=-1.0, zeta=0.4))
     >>> attached
-    HiddenStatePenalty(GPT2LMHeadModel, IStar(weight=-1.0), 2 layers)
+    HiddenStatePenalty(GPT2LMHeadModel, IStar(weight=-1.0, zeta=0.4, layers='all'), 2 layers)
     >>> points = attached.refresh([batch])
     >>> loss = model(**batch).loss + attached.loss()
     >>> loss.backward()
@@ -68,9 +76,9 @@ def attach_with_settings(
 
     `model`, `penalty` and `modules` are as in `attach`.
     """
-    if settings.target == HIDDEN_STATES:
-        return HiddenStatePenalty(model, penalty, settings, modules)
-    return EmbeddingPenalty(model, penalty, settings)
+    if isinstance(settings, PenaltySettings) and settings.target != HIDDEN_STATES:
+        return EmbeddingPenalty(model, penalty, settings)
+    return HiddenStatePenalty(model, penalty, settings, modules)
 
 
 class HiddenStatePenalty(AttachedPenalty):
@@ -111,6 +119,12 @@ class HiddenStatePenalty(AttachedPenalty):
             draw_sample=self._draw_sample,
             is_traceable=penalty.is_traceable and points.are_all and settings.sample is None,
         )
+        self._purpose = self._reader.base_model, type(penalty), self._reader.names, points, penalty.set_point
+        for earlier in [one for one in _attached_penalties if one._purpose == self._purpose and not one._is_removed]:
+            earlier.remove()
+            message = f"{self} replaces {earlier}: the earlier penalty of these states is removed"
+            warnings.warn(message, UserWarning, stacklevel=3)
+        _attached_penalties.add(self)
 
     def __repr__(self) -> str:
         return f"HiddenStatePenalty({type(self._model).__name__}, {self.penalty}, {self.num_layers} layers)"
@@ -127,8 +141,9 @@ class HiddenStatePenalty(AttachedPenalty):
             0-d tensor, see `Penalty.forward`. It is 0 if the weight is 0, or if layerdrop skipped all selected layers.
 
         Raises:
-            UserError: unless a forward pass with gradients ran since the last call.
+            UserError: unless a forward pass with gradients ran since the last call, and after `remove`.
         """
+        self._check_not_removed()
         penalty = self.penalty
         if penalty.weight == 0:
             self._reader.discard()
@@ -205,6 +220,7 @@ class HiddenStatePenalty(AttachedPenalty):
         reader_state = state.pop("reader_state")
         self.__dict__.update(state)
         self._reader.__dict__.update(reader_state)
+        _attached_penalties.add(self)
 
     def _draw_sample(self) -> PointSample | None:
         """Return the sample of the points of the next pass: one random number a pass, on all processes alike."""

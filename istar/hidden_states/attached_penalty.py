@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from istar.errors import OptionError, UserError, check_at_least, check_one_of
+from istar.errors import NamedOptions, OptionError, UserError, check_at_least, check_one_of, check_type
 from istar.measures.accumulator import world_size
 from istar.regularizers.base import Penalty, UndefinedCount
 from istar.regularizers.points import ALL_POINTS, Points
@@ -24,7 +24,7 @@ SCHEDULES = ("constant", "warmup", "linear", "cosine")
 
 
 @dataclass(frozen=True)
-class PenaltySettings:
+class PenaltySettings(NamedOptions):
     """How a trainer uses a penalty; the argument `settings` of the integrations.
 
     >>> PenaltySettings(points=Points("last"), schedule="cosine", warmup=0.1, refresh_every_n_steps=500).target
@@ -62,11 +62,12 @@ class PenaltySettings:
     """Weight of the previous Sigma_S in the new one, in [0, 1)."""
 
     def __post_init__(self) -> None:
+        check_type("points", self.points, Points, 'istar.Points("last")')
         check_one_of("target", self.target, TARGETS)
         check_at_least(2, "rows", self.rows)
         if self.sample is not None and not 0 < self.sample < 1:
             raise OptionError(f"sample={self.sample:g}; expected a fraction between 0 and 1, such as 0.25")
-        if isinstance(self.schedule, str):
+        if not callable(self.schedule):
             check_schedule(self.schedule, self.warmup)
         check_at_least(1, "refresh_every_n_steps", self.refresh_every_n_steps)
         check_at_least(2, "num_points", self.num_points)
@@ -129,6 +130,12 @@ def check_schedule(schedule: str, warmup: float) -> None:
         raise OptionError("schedule=warmup needs a warmup above 0, the fraction of the steps over which lambda rises")
 
 
+def check_penalty(penalty: object, settings: object) -> None:
+    """Raise a `UserError` unless a penalty and its settings are objects of these classes, as trainers need them."""
+    check_type("penalty", penalty, Penalty, "istar.IStar(weight=-1.0)")
+    check_type("settings", settings, PenaltySettings, 'istar.PenaltySettings(points=istar.Points("last"))')
+
+
 class AttachedPenalty(ABC):
     """A penalty attached to a model.
 
@@ -145,12 +152,14 @@ class AttachedPenalty(ABC):
     """Whether the points depend on the tokens' labels; the model must then get labels."""
 
     def __init__(self, penalty: Penalty, settings: PenaltySettings) -> None:
+        check_penalty(penalty, settings)
         self.penalty = penalty
         self.settings = settings
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._largest_weight = penalty.weight
         self._last_refresh_step: int | None = None
         self._has_warned = False
+        self._is_removed = False
 
     @property
     @abstractmethod
@@ -217,6 +226,7 @@ class AttachedPenalty(ABC):
 
     def remove(self) -> None:
         """Detach the penalty from the model, and restore a weight changed by a schedule."""
+        self._is_removed = True
         self.penalty.weight = self._largest_weight if self.settings.has_schedule else self.penalty.weight
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -273,6 +283,11 @@ class AttachedPenalty(ABC):
         """Restore what `sampler_state` returned."""
         if "generator" in state:
             self._generator.set_state(state["generator"].cpu())
+
+    def _check_not_removed(self) -> None:
+        """Raise a `UserError` after `remove`."""
+        if self._is_removed:
+            raise UserError(f"{self} was removed from its model; expected it to be attached again before loss()")
 
     def __enter__(self) -> Self:
         return self

@@ -43,7 +43,7 @@ class EmbeddingPenalty(AttachedPenalty):
     >>> loss = model(**batch).loss + attached.loss()
     >>> loss.backward()
     >>> attached
-    EmbeddingPenalty(GPT2LMHeadModel, CosReg(weight=1.0, sync=False), output embeddings)
+    EmbeddingPenalty(GPT2LMHeadModel, CosReg(weight=1.0, layers='last', sync=False), output embeddings)
     >>> attached.penalty.last.points.item()
     50.0
 
@@ -94,6 +94,7 @@ class EmbeddingPenalty(AttachedPenalty):
             0-d tensor on the matrix' device, see `Penalty.forward`. It is 0 if the weight is 0. Even then rows are
             sampled, so that samples do not depend on earlier weights.
         """
+        self._check_not_removed()
         matrix = self.matrix
         points = matrix
         if self.settings.rows is not None:

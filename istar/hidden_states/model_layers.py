@@ -8,7 +8,7 @@ return the outputs of all layers and then of the final norm, but no embeddings.
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from istar.errors import UserError, did_you_mean, shorten
+from istar.errors import UserError, check_type, did_you_mean, shorten
 from istar.hidden_states.call_arguments import find_wrapped, read_argument_names, request_states
 from istar.hidden_states.model_modes import eval_mode, preserve_rng_states, uncompiled
 from istar.hidden_states.offloading import find_input_device, hold_weights
@@ -212,10 +212,11 @@ def select_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> list[
     """
     named_modules = name_modules(model)
     modules: list[nn.Module] = []
-    for item in [wanted] if isinstance(wanted, str) else wanted:
+    for item in [wanted] if isinstance(wanted, str) or not isinstance(wanted, Iterable) else wanted:
         if isinstance(item, nn.Module):
             modules.append(item)
             continue
+        check_type("one of modules", item, str, '"blocks.*", or a module')
         pattern = re.compile(re.escape(item).replace(r"\*", "[^.]*"))
         found = [module for name, module in named_modules.items() if name and pattern.fullmatch(name)]
         if not found:
@@ -232,6 +233,7 @@ def select_modules(model: nn.Module, wanted: Sequence[str | nn.Module]) -> list[
 
 def name_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model by name; torch's wrappers, such as DDP or a compiled module, add no prefix."""
+    check_type("model", model, nn.Module, "torch.nn.Linear(2, 2)")
     wrapped = find_wrapped(model, ("torch.",))
     return dict(model.named_modules()) if wrapped is None else name_modules(wrapped)
 
@@ -243,6 +245,7 @@ def find_head_model(model: nn.Module) -> nn.Module:
         UserError: without a transformers model, with several that are not inside one another, or if it is inside of
             `nn.DataParallel`.
     """
+    check_type("model", model, nn.Module, "AutoModel.from_pretrained(name)")
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError("nn.DataParallel runs copies of the model, which hooks cannot follow; use DDP")
     # All classes of transformers models have this attribute.

@@ -9,6 +9,7 @@ Layerdrop (OPT) skips random layers. The other layers keep their numbers, and sk
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -169,6 +170,7 @@ class HiddenStateReader:
             module for module in self.base_model.modules() if "layerdrop" in vars(module)
         ]
         self._summaries: list[Any] | None = None
+        self._num_unused = 0  # training passes in a row with summaries that were not taken
         # Set here, because a compiled hook would otherwise be compiled anew in the second pass.
         self._pass, self._calls = None, {}
         _load_compiler_option()
@@ -222,6 +224,7 @@ class HiddenStateReader:
                 "one of its class that was compiled without a penalty: compile that one in another process"
             )
         summaries, self._summaries = self._summaries, None
+        self._num_unused = 0
         return summaries
 
     def discard(self) -> None:
@@ -246,6 +249,8 @@ class HiddenStateReader:
         """Return the changed arguments of the call if hidden states are requested, otherwise None."""
         self._pass = None
         is_active = self._is_active()
+        if is_active and not torch.compiler.is_compiling() and module.training:
+            self._warn_if_unused()
         if is_active or torch.is_grad_enabled():
             # A pass without gradients, for example for a metric, may come between the training pass and its loss.
             self._summaries = None
@@ -253,6 +258,15 @@ class HiddenStateReader:
             return None
         self._pass = self._make_pass(self._find_tokens())
         return None if self.layers.modules else self._request_states(module, args, kwargs)
+
+    def _warn_if_unused(self) -> None:
+        """Warn at the second training pass in a row whose summaries are still there when the next one begins."""
+        # A checkpoint of the whole model repeats its pass after the loss was computed.
+        if self._summaries is not None and not _are_saved_tensors_hooked():
+            self._num_unused += 1
+            if self._num_unused == 2:
+                message = "the penalties of two training passes in a row were not used: add attached.loss() to the loss"
+                warnings.warn(f"{message} of each pass, or set penalty.weight = 0", UserWarning, stacklevel=2)
 
     def _make_pass(self, tokens: Tokens) -> _Pass:
         may_skip = any(module.training and module.layerdrop > 0 for module in self._modules_with_layerdrop)

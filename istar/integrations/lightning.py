@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from istar.errors import UserError
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
+from istar.hidden_states.attached_penalty import check_penalty
 from istar.integrations.loaders import iterate_in_new_order
 from istar.integrations.monitor_owner import MonitorOptions, MonitorOwner, Probe, describe_reading
 from istar.regularizers import Penalty
@@ -59,6 +60,7 @@ class PenaltyCallback(L.Callback):
         modules: Callable[[L.LightningModule], Sequence[nn.Module]] | None = None,
         suffix: str = "",
     ) -> None:
+        check_penalty(penalty, settings)
         self.penalty = penalty
         self.settings = settings
         self.model = model

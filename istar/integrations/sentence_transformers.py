@@ -11,10 +11,10 @@ from sentence_transformers.sentence_transformer.modules import Transformer
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from istar.errors import UserError
+from istar.errors import UserError, check_one_of, check_type
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach
 from istar.hidden_states.attach import DEFAULT_SETTINGS
-from istar.hidden_states.attached_penalty import HIDDEN_STATES, NUM_POINTS
+from istar.hidden_states.attached_penalty import HIDDEN_STATES, NUM_POINTS, check_penalty
 from istar.hidden_states.model_layers import find_layers
 from istar.integrations.monitor_callback import MonitorCallback as MonitorCallback
 from istar.integrations.trainer_callback import STATE_FILE, PenaltyCallback, save_penalty
@@ -67,8 +67,10 @@ class PenaltyLoss(nn.Module):
         suffix: str = "",
     ) -> None:
         super().__init__()
-        if on not in POINT_TYPES:
-            raise UserError(f"on is {on!r}; expected one of {', '.join(POINT_TYPES)}")
+        check_type("model", model, nn.Sequential, "SentenceTransformer(name)")
+        check_type("loss", loss, nn.Module, "CoSENTLoss(model)")
+        check_penalty(penalty, settings)
+        check_one_of("on", on, POINT_TYPES)
         if settings.target != HIDDEN_STATES or not settings.points.are_all or settings.sample is not None:
             raise UserError("PenaltyLoss has the points named by on; leave target, points and sample out of settings")
         # The trainer replaces this attribute, here and in the inner loss, by the wrapped model.

@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from istar.errors import UserError
 from istar.hidden_states import AttachedPenalty, PenaltySettings, attach_with_settings
 from istar.hidden_states.attach import DEFAULT_SETTINGS
+from istar.hidden_states.attached_penalty import check_penalty
 from istar.hidden_states.model_modes import eval_mode, preserve_rng_states
 from istar.integrations.monitor_callback import MonitorCallback as MonitorCallback
 from istar.integrations.trainer_callback import STATE_FILE, PenaltyCallback, refuse_data_parallel, save_penalty
@@ -68,7 +69,8 @@ class PenaltyMixin(_TrainerBase):
             with side effects in `compute_loss`, such as `SFTTrainer`, which collects metrics in it.
 
     Raises:
-        UserError: if `Trainer` would use `nn.DataParallel`. In the first step, if the loss does not have the penalty.
+        UserError: if `Trainer` would use `nn.DataParallel`, and for another `penalty` or `settings` than described. In
+            the first step, if the loss does not have the penalty.
     """
 
     task_loss_is_normalized: bool | None = None
@@ -80,6 +82,7 @@ class PenaltyMixin(_TrainerBase):
         settings: PenaltySettings = DEFAULT_SETTINGS,
         **kwargs: Any,
     ) -> None:
+        check_penalty(penalty, settings)
         super().__init__(*args, **kwargs)
         refuse_data_parallel(self.args)
         self.penalty = penalty

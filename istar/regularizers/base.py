@@ -5,6 +5,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from istar.errors import OptionError, check_at_least, check_number_or_word, check_one_of
+from istar.errors import NamedOptions, OptionError, check_at_least, check_number_or_word, check_one_of, shorten
 from istar.measures.accumulator import sum_over_processes
 from istar.measures.batch_moments import BatchMoments, mean_and_scatter
 from istar.measures.moments import Moments, merge_moments
@@ -63,7 +64,7 @@ class UndefinedCount:
 
 
 @dataclass(frozen=True)
-class SetPoint:
+class SetPoint(NamedOptions):
     r"""The target of a penalty's score, for the argument `set_point` of any `Penalty`.
 
     With a score s and a target t, the penalty is :math:`|\lambda| \, h(s - t)^2`, where h is the identity, or a hinge
@@ -186,7 +187,7 @@ class Terms(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Penalty(nn.Module, ABC):
+class Penalty(NamedOptions, nn.Module, ABC):
     """A penalty on hidden states, used like any loss: `loss = task_loss + penalty(hidden_states, attention_mask)`.
 
     The points of all selected layers form one cloud. The penalty is computed in two steps: `summarize` reduces layers
@@ -231,6 +232,11 @@ class Penalty(nn.Module, ABC):
     score_range = (-math.inf, math.inf)
     min_points = 2
     min_points_per_sequence = 1
+    # Whether the score depends on Sigma_S, whether `summarize` can be part of a graph of torch.compile, and whether the
+    # matrix products with the points must be in float32.
+    needs_shrinkage_covariance = False
+    is_traceable = False
+    needs_float32 = True
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -245,8 +251,8 @@ class Penalty(nn.Module, ABC):
             self.set_point.check_range(self.score_range)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and not math.isfinite(value):
-            raise OptionError(f"lambda={value}; expected a finite number")
+        if name == "weight" and not (isinstance(value, Real | Tensor) and math.isfinite(value)):
+            raise OptionError(f"lambda={shorten(value)}; expected a finite number")
         if name == "weight":
             # A graph of torch.compile depends on this, and not on the weight, which a schedule changes at each step.
             super().__setattr__("is_skipped", value == 0)
@@ -256,10 +262,11 @@ class Penalty(nn.Module, ABC):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        """Return the options that `repr` shows: all that differ from their defaults, and the weight."""
+        """Return the options that `repr` shows: those with a position, the layers, and all others that were changed."""
         options = [option for option in fields(self) if option.init]
+        positional = [option.name for option in options if not option.kw_only]
         changed = [option.name for option in options if getattr(self, option.name) != option.default]
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in dict.fromkeys(["weight", *changed]))
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in dict.fromkeys([*positional, "layers", *changed]))
 
     @property
     def last(self) -> Terms | None:
@@ -280,21 +287,6 @@ class Penalty(nn.Module, ABC):
         """The BibTeX entry of the paper that proposes the penalty; empty for a penalty without a `reference`."""
         entries = Path(__file__).with_name("references.bib").read_text(encoding="utf-8").strip().split("\n\n")
         return next((entry for entry in entries if self.reference and f"{{{self.reference}," in entry), "")
-
-    @property
-    def needs_shrinkage_covariance(self) -> bool:
-        """Whether the score depends on Sigma_S, the attribute `shrinkage_covariance`."""
-        return False
-
-    @property
-    def is_traceable(self) -> bool:
-        """Whether `summarize` can be part of a graph of torch.compile."""
-        return False
-
-    @property
-    def needs_float32(self) -> bool:
-        """Whether the matrix products with the points must be in float32."""
-        return True
 
     @property
     def factor(self) -> float:

@@ -44,7 +44,7 @@ class IStar(Penalty):
     >>> hidden_states = [torch.randn(2, 5, 8) for _ in range(4)]
     >>> loss = penalty(hidden_states, attention_mask=torch.ones(2, 5))
     >>> penalty, penalty.last  # doctest: +ELLIPSIS
-    (IStar(weight=-1.0), Terms(value=0..., score=0..., points=30))
+    (IStar(weight=-1.0, zeta=0.4, layers='all'), Terms(value=0..., score=0..., points=30))
     """
 
     weight: float = -1.0
@@ -65,8 +65,13 @@ class IStar(Penalty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Fourth powers are computed, for which bfloat16 is too coarse.
+        self.needs_float32 = self.estimator != "shrinkage" or self.zeta == AUTO
         self._check_options()
         self._estimator = self._make_estimator()
+        self.needs_shrinkage_covariance = self.zeta != 0
+        # The other estimators have operations with shapes that depend on the data.
+        self.is_traceable = isinstance(self._estimator, ShrinkageEstimator)
         self.measure = self._estimator.measure
         self.min_points = self._estimator.min_points
         self.register_buffer("shrinkage_covariance", None)
@@ -78,21 +83,6 @@ class IStar(Penalty):
             with torch.inference_mode(False):  # Tensors of inference mode cannot be trained with.
                 value = value.detach().clone()
         super().__setattr__(name, value)
-
-    @property
-    def needs_shrinkage_covariance(self) -> bool:
-        """Whether the score depends on Sigma_S."""
-        return self.zeta != 0
-
-    @property
-    def is_traceable(self) -> bool:
-        """Whether the estimator has no operations with shapes that depend on the data."""
-        return isinstance(self._estimator, ShrinkageEstimator)
-
-    @property
-    def needs_float32(self) -> bool:
-        """Whether the estimator computes fourth powers, for which bfloat16 is too coarse."""
-        return self.estimator != "shrinkage" or self.zeta == AUTO
 
     def _check_options(self) -> None:
         check_zeta(self.zeta)
@@ -121,7 +111,10 @@ class IStar(Penalty):
 
     def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
         if self.needs_shrinkage_covariance and self.shrinkage_covariance is None:
-            raise UserError("the shrinkage covariance is not set; zeta > 0 needs it before the first step")
+            raise UserError(
+                f"the shrinkage covariance is not set; zeta={self.zeta} needs it (Sigma_S): call "
+                "attached.refresh(loader) before the first step, or set penalty.shrinkage_covariance"
+            )
         rows = [tokens.rows_of(state) if self.is_traceable else tokens.indices_of(state) for state in hidden_states]
         return self._estimator.summarize(hidden_states, rows)
 

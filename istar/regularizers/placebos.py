@@ -40,11 +40,7 @@ class RandomDirection(IStar):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._rotation: Tensor | None = None
-
-    @property
-    def is_traceable(self) -> bool:
-        """False: the rotation is made in the first pass."""
-        return False
+        self.is_traceable = False  # the rotation is made in the first pass
 
     def summarize(self, hidden_states: Sequence[Tensor], tokens: Tokens) -> list[Any]:
         """Summarize hidden states as `IStar` does, with a rotation of their gradients in the backward pass."""

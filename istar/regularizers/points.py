@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from istar.errors import OptionError, UserError, check_one_of
+from istar.errors import NamedOptions, OptionError, UserError, check_one_of
 from istar.measures.batch_moments import mask_to_indices
 from istar.measures.numerics import check_tensor
 
@@ -20,7 +20,7 @@ IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Points:
+class Points(NamedOptions):
     """Which tokens of a forward pass are points of a penalty. Padding never is.
 
     Raises:

@@ -3,6 +3,7 @@
 import builtins
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -189,8 +190,12 @@ def test_examples_are_saved_if_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded(measured: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"measures\.json"):
-        istar.load(tmp_path)
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "missing" / "measures.json"):
+        folder = path.parent if path.suffix == ".json" else path
+        message = f"{folder / 'measures.json'}: there is no such file; measure a model or vectors: istar measure NAME "
+        with pytest.raises(UserError, match=rf"^{re.escape(message)}.*--out {re.escape(str(folder))}$") as error:
+            istar.load(path)
+        assert "\n" not in str(error.value)
     (tmp_path / "trajectory.csv").write_bytes((measured / "training" / "trajectory.csv").read_bytes())
     with pytest.raises(UserError, match="lacks the folders of its first or last checkpoint"):
         istar.load(tmp_path)

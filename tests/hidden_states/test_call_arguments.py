@@ -179,7 +179,7 @@ def test_each_of_several_calls_of_the_model_within_one_call_has_its_own_mask() -
     expected = [MASK.sum(), documents[1].sum(), MASK.numel()]
     model, penalty, counts = Outer(make_bert(), call), CosReg(1.0), []
     penalty.summarize = lambda states, tokens: counts.append(tokens.indices_of(states[0])) or []  # type: ignore[method-assign]
-    with attach(model, penalty):
+    with attach(model, penalty), pytest.warns(UserWarning, match="the penalties of two training passes in a row"):
         model(*queries)
     assert [MASK.numel() if rows is None else len(rows) for rows in counts] == expected
 

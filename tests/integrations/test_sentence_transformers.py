@@ -540,5 +540,5 @@ def test_the_model_card_has_the_settings_and_the_paper(bert_folder: Path) -> Non
     assert "CoSENT" in card
     assert "loss:PenaltyLoss" in card
     [data] = model.model_card_data.train_datasets
-    assert "IStar(weight=-2.0)" in data["loss"]["config_code"]
+    assert "IStar(weight=-2.0, zeta=0.4, layers='all')" in data["loss"]["config_code"]
     assert "CoSENTLoss" in data["loss"]["config_code"]

@@ -176,7 +176,7 @@ def read_measurement(path: Path) -> Measurements:
         if mismatch := find_mismatch(contents, Measurements, "its content"):
             raise UserError(f"{path} is not a file of measures that istar wrote: {mismatch}")
     except MissingFileError as error:
-        raise UserError(f"{error}; expected a folder of istar measure or Geometry.save") from error
+        raise UserError(f"{error}; measure a model or vectors: istar measure NAME --out {path.parent}") from error
     except UserError as error:
         raise UserError(f"{error}; delete the file and measure the model again") from error
     return Measurements(**contents)
