@@ -6,6 +6,8 @@
 - Each notebook in `tutorials/` becomes a page with its stored outputs; nothing is executed.
 - The scripts in `examples/` follow the text of their README on one page.
 - Formulas become MathML, which browsers display without a script.
+- Differences are copied as the code that they lead to.
+- The search ranks pages above the reference of Python names.
 """
 
 import ast
@@ -44,8 +46,11 @@ REPOSITORY_PAGES = {
     "examples/README.md": "examples.md",
 }
 """Pages of the site that are files of the repository outside docs/."""
+PYTHON_REFERENCE = {f"reference/{path.name}" for path in REPOSITORY.glob("docs/reference/*.md")}
+"""Pages that are made from docstrings."""
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|ipynb|py))(#[\w-]+)?\)(?!\{)")
 MEMBERS = re.compile(r"<!-- members of ([\w.]+) -->")
+DIFFERENCE = re.compile(r'<div class="language-diff highlight">(?=.*?<code>(.*?)</code>)', re.DOTALL)
 MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
@@ -64,6 +69,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in the table of public names; lead links to files of the repository to their pages."""
+    if page.file.src_uri in PYTHON_REFERENCE:
+        page.meta["search"] = {"boost": 0.2}
     if "<!-- public names -->" in markdown:
         markdown = markdown.replace("<!-- public names -->", public_names())
     if "<!-- table of measures -->" in markdown:
@@ -88,8 +95,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace LaTeX by MathML."""
-    return MATH.sub(_mathml, content)
+    """Replace LaTeX by MathML, and let the copy button of a difference copy its new code."""
+    return DIFFERENCE.sub(_copyable_difference, MATH.sub(_mathml, content))
+
+
+def _copyable_difference(match: re.Match[str]) -> str:
+    lines = html.unescape(re.sub("<[^>]+>", "", match[1])).splitlines()
+    code = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    return match[0].replace("<div", f'<div data-copy="{html.escape(code)}"')
 
 
 def _mathml(match: re.Match[str]) -> str:
