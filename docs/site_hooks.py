@@ -7,7 +7,7 @@
 - The scripts in `examples/` follow the text of their README on one page.
 - Formulas become MathML, which browsers display without a script.
 - Differences are copied as the code that they lead to.
-- The search ranks pages above the reference of Python names.
+- The search ranks guides above tutorials and benchmarks, and these above the reference of Python names.
 """
 
 import ast
@@ -46,8 +46,9 @@ REPOSITORY_PAGES = {
     "examples/README.md": "examples.md",
 }
 """Pages of the site that are files of the repository outside docs/."""
-PYTHON_REFERENCE = {f"reference/{path.name}" for path in REPOSITORY.glob("docs/reference/*.md")}
-"""Pages that are made from docstrings."""
+BOOSTS = {"reference/config": 1, "reference/commands": 1, "reference/": 0.2, "tutorials/": 0.5, "benchmarks": 0.5,
+          "changelog": 0.5}  # fmt: skip
+"""Weights of pages in the search, by the start of their path; the first one that fits counts, and others have 1."""
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|ipynb|py))(#[\w-]+)?\)(?!\{)")
 MEMBERS = re.compile(r"<!-- members of ([\w.]+) -->")
 DIFFERENCE = re.compile(r'<div class="language-diff highlight">(?=.*?<code>(.*?)</code>)', re.DOTALL)
@@ -69,8 +70,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in the table of public names; lead links to files of the repository to their pages."""
-    if page.file.src_uri in PYTHON_REFERENCE:
-        page.meta["search"] = {"boost": 0.2}
+    boost = next((boost for start, boost in BOOSTS.items() if page.file.src_uri.startswith(start)), 1)
+    page.meta["search"] = {"boost": boost}
     if "<!-- public names -->" in markdown:
         markdown = markdown.replace("<!-- public names -->", public_names())
     if "<!-- table of measures -->" in markdown:
@@ -228,7 +229,7 @@ def command_help(*command: str) -> str:
     """What `istar <command> --help` prints."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
-    line = [sys.executable, "-m", "istar.cli.main", *command, "--help"]
+    line = [sys.executable, "-m", "istar", *command, "--help"]
     done = subprocess.run(line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
