@@ -67,8 +67,9 @@ dist: .tools  ## The wheel and the sdist, in dist/, and a check of their README
 notebooks:  ## Execute the tutorials anew and keep their outputs
 	$(PYTHON) docs/execute_notebooks.py
 
-address:  ## Fill in where the project is: make address REPOSITORY_URL=github.com/ORGANIZATION/istar
-	git grep -lF https://REPOSITORY_URL -- ':!Makefile' | xargs sed -i 's|https://REPOSITORY_URL|https://$(REPOSITORY_URL)|g'
+address:  ## Fill in where the project is: make address URL=github.com/ORGANIZATION/istar
+	git grep -lE 'https://REPOSITORY_URL|<!-- address: ' -- ':!Makefile' | xargs sed -i \
+		-e 's|<!-- address: \(.*\) -->|\1|' -e 's|REPOSITORY_PATH|$(URL:github.com/%=%)|g' -e 's|https://REPOSITORY_URL|https://$(URL)|g'
 
 .tools:
 	python3 -m venv .tools

@@ -81,7 +81,7 @@ def refuse_private(text: str, folder: str) -> None:
 def make_command(folder: Path) -> None:
     """Write the command `istar` of this checkout, which may not be the one that is installed."""
     command = folder / "istar"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m istar.cli.main "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m istar "$@"\n')
     command.chmod(0o755)
 
 

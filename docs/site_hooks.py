@@ -6,6 +6,8 @@
 - Each notebook in `tutorials/` becomes a page with its stored outputs; nothing is executed.
 - The scripts in `examples/` follow the text of their README on one page.
 - Formulas become MathML, which browsers display without a script.
+- Differences are copied as the code that they lead to.
+- The search ranks guides above tutorials and benchmarks, and these above the reference of Python names.
 """
 
 import ast
@@ -44,8 +46,12 @@ REPOSITORY_PAGES = {
     "examples/README.md": "examples.md",
 }
 """Pages of the site that are files of the repository outside docs/."""
+BOOSTS = {"reference/config": 1, "reference/commands": 1, "reference/": 0.2, "tutorials/": 0.5, "benchmarks": 0.5,
+          "changelog": 0.5}  # fmt: skip
+"""Weights of pages in the search, by the start of their path; the first one that fits counts, and others have 1."""
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|ipynb|py))(#[\w-]+)?\)(?!\{)")
 MEMBERS = re.compile(r"<!-- members of ([\w.]+) -->")
+DIFFERENCE = re.compile(r'<div class="language-diff highlight">(?=.*?<code>(.*?)</code>)', re.DOTALL)
 MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 
 
@@ -64,6 +70,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in the table of public names; lead links to files of the repository to their pages."""
+    boost = next((boost for start, boost in BOOSTS.items() if page.file.src_uri.startswith(start)), 1)
+    page.meta["search"] = {"boost": boost}
     if "<!-- public names -->" in markdown:
         markdown = markdown.replace("<!-- public names -->", public_names())
     if "<!-- table of measures -->" in markdown:
@@ -88,8 +96,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace LaTeX by MathML."""
-    return MATH.sub(_mathml, content)
+    """Replace LaTeX by MathML, and let the copy button of a difference copy its new code."""
+    return DIFFERENCE.sub(_copyable_difference, MATH.sub(_mathml, content))
+
+
+def _copyable_difference(match: re.Match[str]) -> str:
+    lines = html.unescape(re.sub("<[^>]+>", "", match[1])).splitlines()
+    code = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    return match[0].replace("<div", f'<div data-copy="{html.escape(code)}"')
 
 
 def _mathml(match: re.Match[str]) -> str:
@@ -215,7 +229,7 @@ def command_help(*command: str) -> str:
     """What `istar <command> --help` prints."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
-    line = [sys.executable, "-m", "istar.cli.main", *command, "--help"]
+    line = [sys.executable, "-m", "istar", *command, "--help"]
     done = subprocess.run(line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 

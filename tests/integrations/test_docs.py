@@ -305,6 +305,15 @@ def test_the_first_lines_of_the_readme_run(tmp_path, monkeypatch, blank_figures)
     assert (tmp_path / "geometry" / "index.html").is_file()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_lines_on_watching_in_the_readme_run():
+    section = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("## Watch\n")[1]
+    names = {**make_classifier(), "istar": istar}
+    exec(BLOCK.findall(section)[0], names)
+    assert names["monitor"].count == len(names["loader"])
+    names["monitor"].close()
+
+
 def test_the_lines_on_measuring_run(tmp_path, monkeypatch, blank_figures):
     monkeypatch.chdir(tmp_path)
     names = make_subjects()
@@ -330,7 +339,7 @@ def test_the_lines_on_sentence_transformers_run(tmp_path, monkeypatch):
 
 
 def test_the_lines_of_the_readme_run_on_a_random_decoder():
-    section = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("## In your own training\n")[1]
+    section = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("## Steer\n")[1]
     config = transformers.GPT2Config(
         n_layer=2, n_embd=16, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0
     )
