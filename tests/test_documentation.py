@@ -1,6 +1,7 @@
 """What the pages name exists, and the strict build of the site, which checks links and navigation, passes."""
 
 import ast
+import html
 import importlib
 import importlib.util
 import json
@@ -129,6 +130,22 @@ def test_the_reference_has_every_command_and_name_and_the_site_loads_nothing_fro
     loaded = re.findall(r'<(?:img|script|source)[^>]* src="[^"]+"|<link[^>]* rel="(?:stylesheet|icon)"[^>]*>', pages)
     assert loaded
     assert [tag for tag in loaded if "//" in tag and 'src="data:' not in tag] == []
+
+
+@pytest.mark.slow
+def test_differences_are_copied_without_signs(site: Path) -> None:
+    page = (site / "first_changes.html").read_text(encoding="utf-8")
+    copied = [html.unescape(code) for code in re.findall(r'data-copy="([^"]*)"', page)]
+    assert '    "Kurtosis",\n    "NormReg",' in copied
+    assert len(copied) == page.count('class="language-diff highlight"')
+
+
+@pytest.mark.slow
+def test_pages_rank_above_the_python_reference_and_the_search_needs_no_server(site: Path) -> None:
+    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8") == f"var __index = {index}"
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in json.loads(index)["docs"]}
+    assert boosts["reference/measures.html"] < boosts["tutorials/measure_a_model.html"] < boosts["measures.html"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -213,7 +214,7 @@ def test_a_missing_feature_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert str(error.value) == "sweep.search=optuna needs optuna; pip install 'istar[sweep]'"
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for argument in ("--help", "--version"):
         with pytest.raises(SystemExit) as exit_error:
             main([argument])
@@ -221,6 +222,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert re.search(r"^ +train +train or fine-tune", output, re.MULTILINE)
     assert output.endswith(f"istar {__version__}\n")
+    monkeypatch.setattr("sys.argv", ["istar", "--version"])
+    with pytest.raises(SystemExit) as exit_error:
+        runpy.run_module("istar", run_name="__main__")
+    assert exit_error.value.code == 0
+    assert capsys.readouterr().out == f"istar {__version__}\n"
 
 
 # ---- imports and pyproject.toml

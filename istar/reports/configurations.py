@@ -136,7 +136,8 @@ def add_selection_columns(runs: Runs) -> pd.DataFrame:
         cells.get(cell, {}).get("key") for cell in zip(frame["task"], frame["model"], frame["family"], strict=True)
     ]
     # pandas stores each column of its string type by itself, and takes much longer to select rows of many such columns.
-    return frame.astype(dict.fromkeys(frame.select_dtypes("str"), object)).copy()
+    strings = [name for name in frame if pd.api.types.is_string_dtype(frame[name])]
+    return frame.astype(dict.fromkeys(strings, object)).copy()
 
 
 def hash_without(runs: pd.DataFrame, key: str) -> pd.Series:

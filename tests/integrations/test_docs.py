@@ -345,7 +345,7 @@ def test_the_lines_of_the_readme_run_on_a_random_decoder():
     )
     model = transformers.GPT2LMHeadModel(config)
     batch = {"input_ids": torch.randint(50, (4, 10)), "labels": torch.randint(50, (4, 10))}
-    namespace = {"model": model, "batch": batch, "train_loader": [batch]}
+    namespace = {"istar": istar, "model": model, "batch": batch, "train_loader": [batch]}
     exec(BLOCK.findall(section)[0], namespace)
     namespace["loss"].backward()
     assert namespace["penalty"].last.points == 2 * 40
