@@ -199,7 +199,7 @@ def _read_table(argument: ModelArgument) -> pd.DataFrame:
     try:
         dtypes = defaultdict[str, type](lambda: float)
         dtypes.update(dict.fromkeys(text_columns, str))
-        rows = pd.read_csv(path, dtype=dtypes, keep_default_na=False, na_values=[""], float_precision="round_trip")
+        rows = pd.read_csv(path, dtype=dtypes, keep_default_na=False, na_values=[""])
         rows[text_columns] = rows[text_columns].map(unescape_cell)
         without_step = rows.loc[rows["step"].isna(), "revision"]
         if rows.empty:
