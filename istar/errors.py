@@ -4,6 +4,7 @@ import difflib
 import math
 import os
 import re
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, Self
@@ -61,6 +62,11 @@ class StoppedError(UserError):
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, int]]:
         return type(self), (str(self), self.exit_code - StoppedError.exit_code)
+
+
+def describe_stop(signal_number: int) -> str:
+    """Return `interrupted` for Ctrl-C, and `stopped by SIGTERM` or the like for another signal."""
+    return "interrupted" if signal_number == signal.SIGINT else f"stopped by {signal.Signals(signal_number).name}"
 
 
 def float_or_nan(function: Callable[[], Any]) -> float:
