@@ -2,7 +2,7 @@
 
 import argparse
 
-from istar.drawing.terminal import make_console
+from istar.drawing.terminal import make_console, with_wide_text
 from istar.errors import UserError, did_you_mean
 from istar.files.writing import to_csv
 from istar.reports import run_frame
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
         print(to_csv(printed_frame, separator="\t"), end="")  # a console would expand the tabs
     else:
         table, dropped = run_frame.build_runs_table(frame, options.columns, console.width, defaults)
-        console.print(table)
+        console.print(with_wide_text(table))
         if dropped:
             hint = f"too narrow for {', '.join(dropped)}; --columns name,{dropped[0]} or --json shows them"
             make_console(stderr=True).print(hint)

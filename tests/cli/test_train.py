@@ -57,7 +57,7 @@ def assert_refused_in_one_line(code: int, stdout: str, stderr: str, folder: Path
     ("argument", "message"),
     [
         ("task=null", "must be a string or a list"),
-        ("reg.lambda=-1,1", "reg.lambda=-1,1: several values need -m, for a sweep over them; a list is one value: 'reg."),
+        ("reg.lambda=-1,1", "reg.lambda=-1,1: several values need -m, for a sweep over them; a list is one"),
         ("reg.zeta=2", "reg.zeta=2 is outside [0, 1]"),
         ("task=rtee", "did you mean rte?"),
         ("task.data_dir=/nowhere", "task.data_dir=/nowhere does not exist"),

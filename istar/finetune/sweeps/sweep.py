@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from istar.drawing.pictures import render_files
+from istar.drawing.terminal import with_wide_text
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import is_locked, lock_folder
 from istar.finetune.config import WandbConfig
@@ -296,7 +297,7 @@ def print_results(runs: SweepRuns) -> int:
             contents |= {f"{name}.{suffix}": content for suffix, content in files.items()}
         with lock_folder(runs.folder):
             runs.output.write(contents)
-        console.print(comparison.build_comparison_table(groups))
+        console.print(with_wide_text(comparison.build_comparison_table(groups)))
         console.out(f"{runs.folder}: {', '.join(contents)}", highlight=False)
         if runs.request.settings.search == "optuna":
             for line in describe_best_trials(runs):
