@@ -42,8 +42,9 @@ def _split_list(text: str) -> list[str]:
 
 def _add_texts(parser: argparse.ArgumentParser, use: str) -> None:
     """Add `--text`; `use` says what the command does with the texts."""
-    place = "file (a document per line, .jsonl or .parquet), folder, or hub data set as owner/name:configuration:split"
-    _add_list(parser, "--text", f"{use}: [name=]<{place}>; hf://owner/name:... is not downloaded first")
+    place = "file (a document per line, .jsonl, .tsv, .csv or .parquet) or folder, dev.tsv:sentence1 for a column"
+    hub = "a hub data set owner/name[:configuration[:split[:column]]]; hf://owner/name is not downloaded first"
+    _add_list(parser, "--text", f"{use}: [name=]<{place}>, or {hub}")
 
 
 def _add_output(parser: argparse.ArgumentParser, folder: str) -> None:

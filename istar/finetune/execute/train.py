@@ -111,9 +111,9 @@ def advise_on_lambda(key: RunKey, isoscore: float) -> str:
     if reg["lambda"] > _HARMFUL_LAMBDA or not isoscore > _ISOTROPIC:
         return ""
     return (
-        f"IsoScore of layers 1 to L is {isoscore:.3f} before training. Above {_ISOTROPIC}, reg.lambda={reg['lambda']:g} "
-        "has made models predict one class only (docs/study.md); begin with reg.lambda=-0.1, or with reg.lambda=10 "
-        "reg.target_score=keep"
+        f"IsoScore of layers 1 to L is {isoscore:.3f} before training. Above {_ISOTROPIC}, "
+        f"reg.lambda={reg['lambda']:g} has made models predict one class only (docs/study.md); begin with "
+        "reg.lambda=-0.1, or with reg.lambda=10 reg.target_score=keep"
     )
 
 

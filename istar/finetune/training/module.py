@@ -273,8 +273,8 @@ class FineTuner(L.LightningModule):
             num_steps = min(int(self.trainer.estimated_stepping_batches), num_steps)
             if self.max_steps is not None and num_steps < self.max_steps:
                 log.warning(
-                    f"the training ends after {num_steps:,} of trainer.max_steps={self.max_steps:,} steps, with the last "
-                    f"epoch of trainer.max_epochs={self.trainer.max_epochs}; raise trainer.max_epochs for more"
+                    f"the training ends after {num_steps} of trainer.max_steps={self.max_steps} steps, because "
+                    f"trainer.max_epochs={self.trainer.max_epochs} comes first; raise trainer.max_epochs for more"
                 )
         self.total_steps = num_steps
         num_warmup_steps = count_warmup_steps(self.optim.warmup, num_steps)

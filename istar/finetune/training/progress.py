@@ -143,7 +143,7 @@ class RunProgress(L.Callback):
         """Return the task loss, the score or the value of the penalty, the headline metric and the time left."""
         assert isinstance(pl_module, FineTuner)
         value_by_label: dict[str, Any] = {label: metrics.get(f"train/{name}") for name, label in _LABELS.items()}
-        if value_by_label["IsoScore*"] is None and value_by_label["IsoScore"] is None:
+        if {"train/isoscore_star", "train/isoscore"}.isdisjoint(pl_module.batch_metrics):
             value_by_label["IsoScore"] = trainer.callback_metrics.get(isotropy_key("union"))
         shown = [f" · {label} {value:.3g}" for label, value in value_by_label.items() if value is not None]
         text = "".join([*shown[:2], self._score])
