@@ -259,6 +259,13 @@ COMMANDS = {
 """The commands by name. Each is a module of `istar.cli` with `run`. Hydra parses the arguments of `train`."""
 
 
+_HINTS = {
+    **dict.fromkeys(("--layer", "--layers"), "all layers are measured, each in a row of measures.csv"),
+    **dict.fromkeys(("--column", "--text-column"), "a column is part of the text, as in --text dev.tsv:sentence1"),
+}
+"""What to do instead, by options that commands with `--text` lack."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that explains a mistake in one line."""
 
@@ -266,7 +273,10 @@ class _Parser(argparse.ArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known_options = re.findall(r"--[\w-]+", self.format_usage())
-            self.error(f"unexpected argument {unknown[0]}{did_you_mean(unknown[0], known_options)}")
+            name = unknown[0].partition("=")[0]
+            hint = _HINTS.get(name) if "--text" in known_options else None
+            hint = f"; {hint}" if hint else did_you_mean(name, known_options, cutoff=0.6)
+            self.error(f"unexpected argument {unknown[0]}{hint}")
         return options, unknown
 
     def error(self, message: str) -> Any:

@@ -200,6 +200,8 @@ def test_a_misspelt_key_is_refused_without_torch() -> None:
     [
         ("mesure model", "istar mesure: unknown command; did you mean measure?"),
         ("measure model --measurs all", "unexpected argument --measurs; did you mean --measures?"),
+        ("measure model --layers 3", "unexpected argument --layers; all layers are measured, each in a row"),
+        ("compare a b --column x", "unexpected argument --column; a column is part of the text, as in --text dev"),
         ("measure model --length many", "argument --length: invalid int value: 'many'; `istar measure --help`"),
         ("embed", "the following arguments are required"),
         ("train --multrun", "unexpected argument --multrun; did you mean --multirun?; `istar train --help`"),
