@@ -29,6 +29,10 @@ def _add_runs_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
 
 
+def _add_exclude(parser: argparse.ArgumentParser) -> None:
+    _add_list(parser, "--exclude", "names of runs to leave out, or patterns such as 'rte-*-dropout-*'")
+
+
 def _add_list(parser: argparse.ArgumentParser, name: str, help_text: str) -> None:
     """Add an option with a list of values, which is empty by default: separated by commas, or the option repeated."""
     parser.add_argument(name, action="extend", type=_split_list, default=[], help=f"{help_text}, separated by commas")
@@ -115,6 +119,7 @@ def _parse_memory(text: str) -> tuple[str | int, int]:
 
 def _add_results_options(parser: argparse.ArgumentParser) -> None:
     _add_runs_folder(parser)
+    _add_exclude(parser)
     parser.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
     parser.add_argument("--sort", default="name", help="column to sort by, best first (default: name)")
     _add_list(parser, "--columns", "columns to print, such as name,value,optim.lr")
@@ -123,6 +128,7 @@ def _add_results_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_report_options(parser: argparse.ArgumentParser) -> None:
     _add_runs_folder(parser)
+    _add_exclude(parser)
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")
     _add_figures(parser)
     reference_help = (
@@ -212,6 +218,8 @@ def _add_power_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sd", type=float, help="standard deviation of the paired differences, in the metric's unit")
     parser.add_argument("--runs", type=Path, help="folder of runs from which the standard deviations are estimated")
+    _add_exclude(parser)
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument("--difference", type=float, help="difference that is to be found, in the metric's unit")
     parser.add_argument("--pairs", type=int, help="number of seeds that both methods have")
     parser.add_argument("--alpha", type=float, default=ALPHA, help=f"two-sided significance level (default: {ALPHA})")

@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.out is not None:
         run_frame.check_export(options.out)
-    runs = run_frame.read_runs(options.folder)
+    runs = run_frame.read_runs(options.folder, left_out=options.exclude)
     frame = runs.frame
     for option, name in (("--sort", options.sort), *(("--columns", column) for column in options.columns)):
         if name not in frame:

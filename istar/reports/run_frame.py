@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,18 @@ class Runs:
     settings_that_matter: frozenset[str] = frozenset()  # config keys that change the outcome of some of the runs
 
 
-def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
+def read_runs(
+    root: Path, keep_records: bool = False, excluded: Path | None = None, left_out: Sequence[str] = ()
+) -> Runs:
     """Read every run below a folder, at any depth, except runs replaced by `run.overwrite=true` and smoke runs.
 
     Warnings name each folder that cannot be read as a run, except `excluded`, such as an output folder, and count the
     smoke runs.
+    `left_out` has patterns of run names, such as `rte-*-dropout-*`, to leave out.
     `keep_records` includes the complete records with all epochs and layers, about 50 kB per run.
 
     Raises:
-        UserError: if `root` is not a folder.
+        UserError: if `root` is not a folder, or a pattern is of no run.
     """
     check_runs_folder(root)
     rows: list[dict[str, Any]] = []
@@ -76,8 +80,13 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
     num_smoke, settings_that_matter = 0, set[str]()
     visited_folders = {root}
     run_folders = list(_find_run_folders(root, read_errors))
+    for pattern in left_out:
+        if not any(fnmatch(folder.name, pattern) for folder in run_folders):
+            raise UserError(f"--exclude {pattern}: no run below {root} is called so; a pattern has a *")
     for folder in run_folders:
         visited_folders |= {folder, *folder.parents}
+        if any(fnmatch(folder.name, pattern) for pattern in left_out):
+            continue
         try:
             record = read_result(folder) if (folder / RESULT).exists() else read_unfinished(folder)
             if record.is_smoke:
