@@ -206,7 +206,8 @@ def _print_trajectory(
         if options.json:
             print_json({"checkpoints": trajectory_file.make_trajectory_table(plan, checkpoints, measured_trajectory)})
         else:
-            console.print(terminal_tables.make_checkpoint_table(plan, checkpoints, measured_trajectory))
+            table = terminal_tables.make_checkpoint_table(plan, checkpoints, measured_trajectory)
+            console.print(with_wide_text(table))
         page_path = compare_page.write_training(plan, checkpoints, measured_trajectory)
         console.out(f"{page_path}, and figures, {measures_file.TRAJECTORY_FILE} next to it", highlight=False)
     trajectory.raise_on_failures(measured_trajectory)
