@@ -366,7 +366,9 @@ def test_few_and_dependent_points_are_named(
 ) -> None:
     geometry, scores, _, _ = simulate_training(num_points)
     assert run(tmp_path, geometry, scores) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    output = capsys.readouterr().out
+    assert "checkpoints of ," not in output
+    [line] = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert "depend on each other" in line
     assert ("9 points also have high correlations by chance" in line) == (num_points < 10)
 
