@@ -161,6 +161,19 @@ def test_ctrl_c_is_no_error(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize(("option", "is_shown"), [((), True), (("-m",), True), (("--cfg", "job"), False)])
+def test_a_terminal_shows_a_line_before_the_libraries_are_loaded(
+    call: Call,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: tuple[str, ...],
+    is_shown: bool,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    call("task=rtee", *option)
+    assert capsys.readouterr().out.startswith("loading the libraries") == is_shown
+
+
 def test_windows_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
