@@ -5,6 +5,7 @@ import inspect
 import math
 import os
 import re
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, Self
@@ -77,6 +78,11 @@ class NamedOptions:
             names = ", ".join(known).replace("weight", "weight (lambda)", 1)
             raise UserError(f"{cls.__name__}: {error}{hint}; expected {names}") from None
         return super().__new__(cls)
+
+
+def describe_stop(signal_number: int) -> str:
+    """Return `interrupted` for Ctrl-C, and `stopped by SIGTERM` or the like for another signal."""
+    return "interrupted" if signal_number == signal.SIGINT else f"stopped by {signal.Signals(signal_number).name}"
 
 
 def float_or_nan(function: Callable[[], Any]) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from istar.cli.options import find_placement
 from istar.drawing import page_folder
 from istar.drawing.page_tables import print_json
-from istar.drawing.terminal import make_console
+from istar.drawing.terminal import make_console, with_wide_text
 from istar.errors import UserError, shorten
 from istar.geometry import compared_geometries
 from istar.geometry.collect import measures_file
@@ -70,7 +70,7 @@ def _compare_trajectories(options: argparse.Namespace, model_arguments: Sequence
     if options.json:
         print_json({training.label: training.table for training in trajectories})
     else:
-        make_console().print(terminal_tables.make_training_table(trajectories))
+        make_console().print(with_wide_text(terminal_tables.make_training_table(trajectories)))
     files = f"{page_path}, and figures, tables, {compare_page.TRAININGS_FILE}"
     _print_lines(options, compare_page.describe_other_training_settings(trajectories), files)
 

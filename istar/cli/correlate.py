@@ -4,7 +4,7 @@ import argparse
 
 from istar.drawing import page_folder
 from istar.drawing.page_tables import print_json
-from istar.drawing.terminal import make_console
+from istar.drawing.terminal import make_console, with_wide_text
 from istar.geometry.correlation import correlate, correlation_tables
 
 
@@ -19,7 +19,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"correlations": table})
     else:
-        make_console().print(correlation_tables.make_correlation_table(table))
+        make_console().print(with_wide_text(correlation_tables.make_correlation_table(table)))
     console = make_console(stderr=options.json)
     for line in (*correlation_tables.describe_undefined(table), *results.remarks, ", ".join(map(str, paths))):
         console.out(line, highlight=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from istar.cli.options import EMBEDDING_FORMS
 from istar.drawing import page_folder, page_tables
-from istar.drawing.terminal import make_console, make_progress
+from istar.drawing.terminal import make_console, make_progress, with_wide_text
 from istar.embeddings import embed_models, embed_page, token_frequencies
 from istar.errors import UserError, check_one_of
 from istar.files.folders import split_label
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         page_tables.print_json({name: sheet.frame for name, sheet in shown_sheets.items()})
     for sheet in () if options.json else shown_sheets.values():
-        console.print(page_tables.to_terminal_table(sheet))
+        console.print(with_wide_text(page_tables.to_terminal_table(sheet)))
         for note in sheet.notes:
             console.print(note, soft_wrap=True)
     console.out(f"{page_path}, and figures, tables, CSV files and {embed_page.JSON} next to it", highlight=False)

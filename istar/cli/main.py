@@ -6,6 +6,7 @@ import importlib
 import os
 import shlex
 import shutil
+import signal
 import string
 import sys
 import textwrap
@@ -15,7 +16,16 @@ from contextvars import copy_context
 from istar import __version__
 from istar.cli.options import COMMANDS, make_parser
 from istar.drawing.robust_output import run_with_robust_output
-from istar.errors import SHOW_TRACE, UserError, check_one_of, did_you_mean, explain_system_error, mask_secrets
+from istar.errors import (
+    SHOW_TRACE,
+    StoppedError,
+    UserError,
+    check_one_of,
+    describe_stop,
+    did_you_mean,
+    explain_system_error,
+    mask_secrets,
+)
 from istar.finetune.execute import extras
 from istar.finetune.processes.openmp import let_threads_sleep
 
@@ -56,8 +66,13 @@ def _run_command(arguments: list[str], train_command: str = "istar train") -> in
     except UserError as error:
         if SHOW_TRACE:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(error if isinstance(error, StoppedError) else f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        if SHOW_TRACE:
+            raise
+        print(describe_stop(signal.SIGINT), file=sys.stderr)
+        return StoppedError.exit_code + signal.SIGINT
     except Exception as error:
         if SHOW_TRACE or not explain_system_error(error):
             raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from istar.cli.options import find_placement, make_parser
 from istar.drawing import page_folder
 from istar.drawing.page_tables import print_json
-from istar.drawing.terminal import make_console
+from istar.drawing.terminal import make_console, with_wide_text
 from istar.errors import UserError
 from istar.files.folders import split_label
 from istar.geometry.checks import Checks, read_checks
@@ -95,7 +95,7 @@ def _print_points(options: argparse.Namespace, checks: Checks | None) -> None:
     if options.json:
         print_json({geometry.label: measures_file.layer_frame(geometry.measurements)})
     else:
-        console.print(terminal_tables.make_model_table(geometry.label, geometry.measurements))
+        console.print(with_wide_text(terminal_tables.make_model_table(geometry.label, geometry.measurements)))
     console.out(f"{geometry.save(options.out)}, and figures, tables, {_FILES} next to it", highlight=False)
     _check(geometry, checks)
 
@@ -168,7 +168,8 @@ def _print_models(
         frames[model.default_label] = measures_file.layer_frame(geometry.measurements)
         geometries.append(geometry)
         if not options.json:
-            console.print(terminal_tables.make_model_table(model.default_label, geometry.measurements))
+            table = terminal_tables.make_model_table(model.default_label, geometry.measurements)
+            console.print(with_wide_text(table))
         console.out(f"{page_path}, and figures, tables, {_FILES} next to it", highlight=False)
     if options.json and rank == 0:
         print_json(frames)
@@ -205,7 +206,8 @@ def _print_trajectory(
         if options.json:
             print_json({"checkpoints": trajectory_file.make_trajectory_table(plan, checkpoints, measured_trajectory)})
         else:
-            console.print(terminal_tables.make_checkpoint_table(plan, checkpoints, measured_trajectory))
+            table = terminal_tables.make_checkpoint_table(plan, checkpoints, measured_trajectory)
+            console.print(with_wide_text(table))
         page_path = compare_page.write_training(plan, checkpoints, measured_trajectory)
         console.out(f"{page_path}, and figures, {measures_file.TRAJECTORY_FILE} next to it", highlight=False)
     trajectory.raise_on_failures(measured_trajectory)

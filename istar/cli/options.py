@@ -29,6 +29,10 @@ def _add_runs_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help=folder_help)
 
 
+def _add_exclude(parser: argparse.ArgumentParser) -> None:
+    _add_list(parser, "--exclude", "names of runs to leave out, or patterns such as 'rte-*-dropout-*'")
+
+
 def _add_list(parser: argparse.ArgumentParser, name: str, help_text: str) -> None:
     """Add an option with a list of values, which is empty by default: separated by commas, or the option repeated."""
     parser.add_argument(name, action="extend", type=_split_list, default=[], help=f"{help_text}, separated by commas")
@@ -42,8 +46,9 @@ def _split_list(text: str) -> list[str]:
 
 def _add_texts(parser: argparse.ArgumentParser, use: str) -> None:
     """Add `--text`; `use` says what the command does with the texts."""
-    place = "file (a document per line, .jsonl or .parquet), folder, or hub data set as owner/name:configuration:split"
-    _add_list(parser, "--text", f"{use}: [name=]<{place}>; hf://owner/name:... is not downloaded first")
+    place = "file (a document per line, .jsonl, .tsv, .csv or .parquet) or folder, dev.tsv:sentence1 for a column"
+    hub = "a hub data set owner/name[:configuration[:split[:column]]]; hf://owner/name is not downloaded first"
+    _add_list(parser, "--text", f"{use}: [name=]<{place}>, or {hub}")
 
 
 def _add_output(parser: argparse.ArgumentParser, folder: str) -> None:
@@ -114,6 +119,7 @@ def _parse_memory(text: str) -> tuple[str | int, int]:
 
 def _add_results_options(parser: argparse.ArgumentParser) -> None:
     _add_runs_folder(parser)
+    _add_exclude(parser)
     parser.add_argument("--out", type=Path, help="also write all columns to a .csv, .parquet or .json file")
     parser.add_argument("--sort", default="name", help="column to sort by, best first (default: name)")
     _add_list(parser, "--columns", "columns to print, such as name,value,optim.lr")
@@ -122,6 +128,7 @@ def _add_results_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_report_options(parser: argparse.ArgumentParser) -> None:
     _add_runs_folder(parser)
+    _add_exclude(parser)
     parser.add_argument("--out", type=Path, default=Path("report"), help="output folder (default: report)")
     _add_figures(parser)
     reference_help = (
@@ -211,6 +218,8 @@ def _add_power_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sd", type=float, help="standard deviation of the paired differences, in the metric's unit")
     parser.add_argument("--runs", type=Path, help="folder of runs from which the standard deviations are estimated")
+    _add_exclude(parser)
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument("--difference", type=float, help="difference that is to be found, in the metric's unit")
     parser.add_argument("--pairs", type=int, help="number of seeds that both methods have")
     parser.add_argument("--alpha", type=float, default=ALPHA, help=f"two-sided significance level (default: {ALPHA})")
@@ -258,6 +267,13 @@ COMMANDS = {
 """The commands by name. Each is a module of `istar.cli` with `run`. Hydra parses the arguments of `train`."""
 
 
+_HINTS = {
+    **dict.fromkeys(("--layer", "--layers"), "all layers are measured, each in a row of measures.csv"),
+    **dict.fromkeys(("--column", "--text-column"), "a column is part of the text, as in --text dev.tsv:sentence1"),
+}
+"""What to do instead, by options that commands with `--text` lack."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that explains a mistake in one line."""
 
@@ -265,7 +281,10 @@ class _Parser(argparse.ArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known_options = re.findall(r"--[\w-]+", self.format_usage())
-            self.error(f"unexpected argument {unknown[0]}{did_you_mean(unknown[0], known_options)}")
+            name = unknown[0].partition("=")[0]
+            hint = _HINTS.get(name) if "--text" in known_options else None
+            hint = f"; {hint}" if hint else did_you_mean(name, known_options, cutoff=0.6)
+            self.error(f"unexpected argument {unknown[0]}{hint}")
         return options, unknown
 
     def error(self, message: str) -> Any:

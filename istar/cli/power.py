@@ -1,13 +1,18 @@
 """Implements `istar power`: how many seeds a difference needs, or how small a difference so many seeds can find."""
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from rich.table import Table
 
-from istar.drawing.terminal import make_console
+from istar.drawing.terminal import make_console, with_wide_text
 from istar.errors import UserError
+from istar.files.writing import to_csv
 from istar.reports.configurations import add_selection_columns
 from istar.reports.method_comparisons import MethodComparison, compare_methods
 from istar.reports.paper_tables import EMPTY_CELL
@@ -24,20 +29,55 @@ def run(options: argparse.Namespace) -> None:
         raise UserError("--difference and --pairs exclude each other: one is given, the other is the answer")
     if options.runs is None and options.difference is None and options.pairs is None:
         raise UserError("--sd needs --difference, for the number of seeds, or --pairs, for the smallest difference")
-    console = make_console()
-    if options.runs is not None:
-        console.print(_make_spread_table(options))
-    elif options.pairs is not None:
-        answer = power.smallest_difference_sentence(options.sd, options.pairs, options.alpha, options.power)
-        console.out(answer, highlight=False)
+    rows = [_answer(options, options.sd)] if options.runs is None else _list_spreads(options)
+    if options.json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+    elif options.runs is None:
+        print(_say_answer(options))
+    elif not (console := make_console()).is_terminal:
+        print(to_csv(pd.DataFrame(rows), separator="\t"), end="")
     else:
-        answer = power.pairs_needed_sentence(options.difference, options.sd, options.alpha, options.power)
-        console.out(answer, highlight=False)
+        console.print(with_wide_text(_make_spread_table(options, rows)))
 
 
-def _make_spread_table(options: argparse.Namespace) -> Table:
-    """Return a table of the spread of each method's differences from Base, with the answer to the question."""
-    comparisons = compare_with_base(options.runs)
+def _say_answer(options: argparse.Namespace) -> str:
+    if options.pairs is not None:
+        return power.smallest_difference_sentence(options.sd, options.pairs, options.alpha, options.power)
+    return power.pairs_needed_sentence(options.difference, options.sd, options.alpha, options.power)
+
+
+def _answer(options: argparse.Namespace, sd: float, num_seeds: int = 0) -> dict[str, Any]:
+    """Return the seeds that `--difference` needs, or the smallest difference with `--pairs` or `num_seeds` seeds."""
+    if options.difference is not None:
+        return {"seeds_needed": power.pairs_needed(options.difference, sd, options.alpha, options.power)}
+    pairs = num_seeds if options.pairs is None else options.pairs
+    return {"smallest_difference": power.smallest_difference(sd, pairs, options.alpha, options.power)}
+
+
+def _list_spreads(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the spread of each method's differences from Base, with the answer to the question or a note why not."""
+    rows = []
+    for comparison in compare_with_base(options.runs, options.exclude):
+        method, differences = comparison.method, list(comparison.difference_by_seed.values())
+        row: dict[str, Any] = {
+            "model": method.model, "task": method.task, "metric": method.metric, "method": method.name,
+            "seeds": len(differences), "sd": None, "low": None, "high": None,
+            "seeds_needed" if options.difference is not None else "smallest_difference": None, "note": "",
+        }  # fmt: skip
+        if len(differences) < 2:
+            row["note"] = "needs 2 seeds"
+        elif is_constant(np.array(differences)):
+            row |= {"sd": 0.0, "note": "all differences are equal"}
+        else:
+            sd = float(np.std(differences, ddof=1))
+            low, high = power.sd_interval(sd, len(differences))
+            row |= {"sd": sd, "low": low, "high": high, **_answer(options, sd, len(differences))}
+        rows.append(row)
+    return rows
+
+
+def _make_spread_table(options: argparse.Namespace, rows: list[dict[str, Any]]) -> Table:
+    """Return the rows of `_list_spreads` as a table for the terminal."""
     if options.difference is not None:
         answer_header = f"seeds for a\ndifference of {options.difference:g}"
     elif options.pairs is not None:
@@ -49,23 +89,28 @@ def _make_spread_table(options: argparse.Namespace) -> Table:
         caption="sd: standard deviation (ddof = 1) of the paired differences, with its 95% interval; in percentage "
         "points, for losses and perplexities in their own unit. The answer is for the sd itself, by the two-sided "
         "paired t-test without a correction for the number of rows.",
-        title_justify="left",
-        caption_justify="left",
     )
     for column in ("model", "task, metric", "method"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for column in ("seeds", "sd", "95% interval", answer_header):
         table.add_column(column, justify="right")
-    for comparison in comparisons:
-        method, differences = comparison.method, list(comparison.difference_by_seed.values())
-        labels = method.model, f"{method.task}, {method.metric}", method.name, str(len(differences))
-        table.add_row(*labels, *_make_spread_cells(differences, options))
+    for row in rows:
+        sd = EMPTY_CELL if row["sd"] is None else f"{row['sd']:.3g}"
+        interval = EMPTY_CELL if row["low"] is None else f"{row['low']:.3g} to {row['high']:.3g}"
+        answer = row.get("seeds_needed", row.get("smallest_difference"))
+        answer_text = row["note"] or (f"{answer:.3g}" if isinstance(answer, float) else str(answer))
+        table.add_row(
+            row["model"], f"{row['task']}, {row['metric']}", row["method"], str(row["seeds"]), sd, interval, answer_text
+        )
     return table
 
 
-def compare_with_base(folder: Path) -> list[MethodComparison]:
-    """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder."""
-    compared_methods = compare_methods(add_selection_columns(read_runs(folder, keep_records=True)))
+def compare_with_base(folder: Path, left_out: Sequence[str] = ()) -> list[MethodComparison]:
+    """Return the comparisons of methods with Base that have a seed in common, for the runs in a folder.
+
+    `left_out` has patterns of the names of runs to leave out.
+    """
+    compared_methods = compare_methods(add_selection_columns(read_runs(folder, keep_records=True, left_out=left_out)))
     comparisons = [comparison for comparison in compared_methods.comparisons if comparison.difference_by_seed]
     if not comparisons:
         raise UserError(
@@ -73,18 +118,3 @@ def compare_with_base(folder: Path) -> list[MethodComparison]:
             "with the same seeds"
         )
     return comparisons
-
-
-def _make_spread_cells(differences: list[float], options: argparse.Namespace) -> tuple[str, str, str]:
-    if len(differences) < 2:
-        return EMPTY_CELL, EMPTY_CELL, "needs 2 seeds"
-    if is_constant(np.array(differences)):
-        return "0", EMPTY_CELL, "all differences are equal"
-    sd = float(np.std(differences, ddof=1))
-    low, high = power.sd_interval(sd, len(differences))
-    if options.difference is not None:
-        answer = str(power.pairs_needed(options.difference, sd, options.alpha, options.power))
-    else:
-        pairs = len(differences) if options.pairs is None else options.pairs
-        answer = f"{power.smallest_difference(sd, pairs, options.alpha, options.power):.3g}"
-    return f"{sd:.3g}", f"{low:.3g} to {high:.3g}", answer

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from istar.drawing.terminal import make_console
-from istar.errors import SHOW_TRACE, StoppedError, UserError, did_you_mean, explain_system_error
+from istar.errors import SHOW_TRACE, StoppedError, UserError, describe_stop, did_you_mean, explain_system_error
 from istar.finetune.config import Config, schema
 from istar.finetune.config.options import config_folder
 from istar.finetune.execute import extras
@@ -50,8 +50,10 @@ def run_train(arguments: Sequence[str], command: str) -> None:
     schema.register_sweeps()
     try:
         # Hydra and the sweeper read the arguments from sys.argv.
-        sys.argv = [command, *allow_options_without_key(move_overrides_to_end(arguments))]
         check_arguments(arguments, command)
+        sys.argv = [command, *allow_options_without_key(move_overrides_to_end(arguments))]
+        if sys.stdout.isatty() and not any(argument.startswith("-") for argument in sys.argv[1:] if argument != "-m"):
+            print("loading the libraries, the data and the model ...", flush=True)
         with _help_as_text():
             hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(compose_and_run)()
     except (UserError, HydraException, OmegaConfBaseException, YAMLError, ValueError, KeyboardInterrupt) as error:
@@ -104,12 +106,13 @@ def move_overrides_to_end(arguments: Sequence[str]) -> list[str]:
 
 def check_arguments(arguments: Sequence[str], command: str) -> None:
     """Raise a `UserError` for an unknown option, shell completion without a shell, or an output folder of Hydra."""
-    for argument in arguments:
-        key = argument.partition("=")[0].lstrip("+")
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        key, _, value = argument.lstrip("+").partition("=")
         if key.startswith("-") and not any(option.startswith(key) for option in _OPTIONS):
-            raise UserError(
-                f"unexpected argument {key}{did_you_mean(key, _OPTIONS)}; `{command} --help` shows how to call it"
-            )
+            value = value or ("<value>" if following.startswith("-") else following)
+            known = [f"{name}={value}" for name in schema.find_keys_named(key.strip("-").replace("-", "_"))]
+            hint = f"; did you mean {' or '.join(known[:3])}?" if known else did_you_mean(key, _OPTIONS)
+            raise UserError(f"unexpected argument {key}{hint}; `{command} --help` shows how to call it")
         if key in ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"):
             raise UserError(
                 f"{key} has no effect, because the folder of a run is named after its config; set run.root=<folder>"
@@ -202,16 +205,17 @@ def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
     if isinstance(error, UserError):
         message, code = str(error), error.exit_code
     elif isinstance(error, KeyboardInterrupt):
-        message, code = "stopped by SIGINT", 130
+        message, code = describe_stop(signal.SIGINT), StoppedError.exit_code + signal.SIGINT
     else:
         message, code = schema.explain(error), 2
         # Hydra raises a plain ValueError for mistakes such as `task=null` on the command line, and for some in files.
         if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
             message = find_mistake_in_files(error) or f"{message} (HYDRA_FULL_ERROR=1 shows where)"
-    rank = ranks.find_rank(os.environ)
+    rank, is_stopped = ranks.find_rank(os.environ), isinstance(error, StoppedError | KeyboardInterrupt)
     if rank == 0:
-        print(f"error: {message}", file=sys.stderr)
-    elif not isinstance(error, StoppedError | KeyboardInterrupt):
+        # Who stops a run has made no mistake.
+        print(message if is_stopped else f"error: {message}", file=sys.stderr)
+    elif not is_stopped:
         # Rank 0 usually has the same error. Once it has printed that, torchrun stops the other processes.
         time.sleep(SECONDS_FOR_RANK_ZERO)
         print(f"error in process {rank}: {message}", file=sys.stderr)

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
 
 def make_console(**options: Any) -> Console:
@@ -14,6 +16,13 @@ def make_console(**options: Any) -> Console:
 def make_progress(console: Console | None) -> Progress:
     """Create bars with percentages and the time to go, which are shown in a terminal until they end."""
     return Progress(console=console, disable=console is None or not console.is_terminal, transient=True)
+
+
+def with_wide_text(table: Table) -> Group:
+    """Return a table whose title and caption wrap at the width of the terminal, not at its own."""
+    title, caption = (str(text) if text else "" for text in (table.title, table.caption))
+    table.title = table.caption = None
+    return Group(*([Text(title)] if title else []), table, *([Text(caption)] if caption else []))
 
 
 def format_duration(seconds: float | None) -> str:

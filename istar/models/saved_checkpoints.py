@@ -44,7 +44,13 @@ class ModelArgument:
     @property
     def source(self) -> ModelSource:
         """Source of the model, for a run of train.py its folder `model`; raises a `UserError` as `ModelSource`."""
-        model_folder = Path(self.name) / "model"
+        folder = Path(self.name)
+        model_folder = folder / "model"
+        if folder.is_dir() and not is_model_folder(folder) and not is_model_folder(model_folder):
+            if (folder / RESULT).exists():
+                raise UserError(f"{folder} is a run without a saved model; train it with run.save_model=true")
+            if runs := sorted(path.parent for path in folder.glob(f"*/{RESULT}")):
+                raise UserError(f"{folder} is a folder of {len(runs)} runs; name one or several, such as {runs[0]}")
         return ModelSource(str(model_folder) if is_model_folder(model_folder) else self.name, self.revision)
 
     @property

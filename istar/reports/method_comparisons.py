@@ -4,6 +4,7 @@ A method is a row of the table of all methods: each λ of I-STAR is a method. It
 trials and their training limits. A trial is a configuration that was tried: all settings except the seed.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -40,7 +41,7 @@ class Method:
     name: str  # with its settings
     short_name: str  # without its settings
     runs: pd.DataFrame  # finished runs of the configuration that is shown, one for each seed, ordered by seed
-    trial_limits: list[str]  # training limits of each trial as text, sorted; the method's budget
+    trials_by_limits: dict[str, list[str]]  # a run of each trial, by the trial's training limits as text
     num_configurations: int  # number of configurations with finished runs; one of them is shown
     selection_set: str  # set that chose the shown configuration, see `configurations.get_selection_set`
 
@@ -53,6 +54,11 @@ class Method:
     def num_candidates(self) -> int:
         """Number of configurations compared by the reported scores; 1 if the choice was made on other data."""
         return self.num_configurations if self.selection_set == configurations.VALIDATION else 1
+
+    @property
+    def budget(self) -> Counter[str]:
+        """How many trials the method had, by their training limits."""
+        return Counter({limits: len(names) for limits, names in self.trials_by_limits.items()})
 
     def count_collapsed(self, seeds: Sequence[int]) -> int:
         """Return how many of the runs with these seeds have constant predictions."""
@@ -167,7 +173,8 @@ def _compare_with_reference(method: Method, reference: Method | None, reference_
         collapsed=method.count_collapsed(seeds),
         reference_collapsed=reference.count_collapsed(seeds) if reference else 0,
         unmatched=len(scores.keys() ^ reference_scores.keys()),
-        has_equal_budgets=reference is None or method.trial_limits == reference.trial_limits,
+        has_equal_budgets=reference is None or method.budget == reference.budget,
+        unequal_trials=() if reference is None else _list_unequal_trials(method, reference),
         lower_is_better=is_lower_better(method.metric),
         chosen_among=method.num_candidates,
         reference_chosen_among=reference.num_candidates if reference else 1,
@@ -175,6 +182,17 @@ def _compare_with_reference(method: Method, reference: Method | None, reference_
     )
     p_value = paired.compute_p_value(list(difference_by_seed.values()), "sign-flip")
     return MethodComparison(method, reference, difference_by_seed, p_value, statistics)
+
+
+def _list_unequal_trials(method: Method, reference: Method) -> tuple[str, ...]:
+    """Return a run of each trial with training limits that only one of the two methods has."""
+    return tuple(
+        name
+        for one, other in ((method, reference), (reference, method))
+        for limits, names in one.trials_by_limits.items()
+        if limits not in other.trials_by_limits
+        for name in names
+    )
 
 
 def _compute_minimum_p(num_pairs: int) -> float:
@@ -211,7 +229,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 name=name,
                 short_name=str(first_run["method_name"]),
                 runs=chosen_runs,
-                trial_limits=_list_trial_limits(method_runs),
+                trials_by_limits=_find_trials_by_limits(method_runs),
                 num_configurations=int(finished_runs["configuration"].nunique()),
                 selection_set=configurations.HELD_OUT if is_held_out else configurations.VALIDATION,
             )
@@ -235,16 +253,17 @@ def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {name: runs_by_method[name].sort_values("seed") for name in ordered_names}
 
 
-def _list_trial_limits(runs: pd.DataFrame) -> list[str]:
-    """Return the training limits of each trial, from all runs of a method on one task with one model.
+def _find_trials_by_limits(runs: pd.DataFrame) -> dict[str, list[str]]:
+    """Return a run of each trial by its training limits, from all runs of a method on one task with one model.
 
     Early stopping and pruning do not lower them.
     """
     trials = runs[runs["status"].isin(_TRIED_STATUSES)].drop_duplicates("configuration")
     limits = trials.reindex(columns=sorted({*_LIMIT_KEYS, *_LIMIT_KEYS_WITH_STEPS})).astype(object)
-    trial_limits = []
-    for run in configurations.row_dicts(limits.where(limits.notna(), None)):
+    trials_by_limits: dict[str, list[str]] = {}
+    for name, run in zip(trials["name"], configurations.row_dicts(limits.where(limits.notna(), None)), strict=True):
         # A number of steps replaces the number of epochs as the limit.
         has_max_steps = is_finite(run["trainer.max_steps"]) and run["trainer.max_steps"] > 0
-        trial_limits.append(str([run[key] for key in (_LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS)]))
-    return sorted(trial_limits)
+        values = [run[key] for key in (_LIMIT_KEYS_WITH_STEPS if has_max_steps else _LIMIT_KEYS)]
+        trials_by_limits.setdefault(str(values), []).append(str(name))
+    return trials_by_limits

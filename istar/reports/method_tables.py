@@ -108,7 +108,7 @@ def _build_row(
         "mean": scores.mean,
         "std": scores.std,
         "seeds": scores.count,
-        "trials": len(method.trial_limits),
+        "trials": method.budget.total(),
         "configurations": method.num_configurations,
         "chosen_on": method.selection_set,
         **dict.fromkeys(

@@ -49,12 +49,17 @@ _READING_GUIDE = (
 
 
 def write_report(
-    root: Path, out: Path, console: Console | None = None, reference: str = BASE_LABEL
+    root: Path,
+    out: Path,
+    console: Console | None = None,
+    reference: str = BASE_LABEL,
+    left_out: Sequence[str] = (),
 ) -> tuple[Path, int]:
     """Write a report on the runs below `root` to the folder `out`; return the path of its page and the number of runs.
 
     An earlier report in `out` is replaced, and other files stay as they are. `console` shows the progress if it is a
-    terminal. The other methods are compared with `reference`, see `method_comparisons.compare_methods`.
+    terminal. The other methods are compared with `reference`, see `method_comparisons.compare_methods`. `left_out` has
+    patterns of the names of runs to leave out.
 
     Raises:
         UserError: if `root` lacks runs, if no method or several are the reference, if `out` contains files that are not
@@ -63,7 +68,7 @@ def write_report(
     page_folder.check(out, REPORT_KIND, (root,))
     with make_progress(console) as progress:
         progress_task = progress.add_task("reading runs", total=None)
-        runs = read_runs(root, keep_records=True, excluded=out)
+        runs = read_runs(root, keep_records=True, excluded=out, left_out=left_out)
         if runs.frame.empty:
             num_errors = len(runs.read_errors)
             note = f"; {num_errors} folder{'s' * (num_errors > 1)} could not be read as one" if num_errors else ""

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ MAIN_COLUMNS = (
     "isoscore_after", "seconds", "status", "error",
 )  # fmt: skip
 """Columns of `Runs.frame` that `istar results` prints by default; see also `list_default_columns`."""
-_LEAST_IMPORTANT_COLUMNS = (
-    "seconds", "epoch", "constant", "error", "model", "task", "metric", "isoscore_before", "status", "isoscore_after",
-)  # fmt: skip
-"""Columns that a narrow terminal lacks, the first ones first, then the settings that differ, `seed` and `method`.
-
-A label of tasks or models that is longer than their part of the run's name counts as a setting.
+_LEAST_IMPORTANT_COLUMNS = ("seconds", "epoch", "constant")
+_SHARED_COLUMNS = ("task", "model", "metric", "seed", "status")
+_DROPPED_COLUMNS = ("error", "name", "model", "status", "isoscore_before", "metric", "task", "isoscore_after")
+"""A narrow terminal lacks the least important columns. If that is not enough, the names of runs lose their hash; then
+columns of one value move into the title; then the last ones are dropped, and the settings that differ, seed and method.
 """
+_RUN_HASH = re.compile(r"-[0-9a-f]{12}$")  # the end of a run's name, see `istar.finetune.execute.identify.name_run`
 _TABLE = "table of runs"
 _METRIC_COLUMNS = ("value", "constant", "selection")
 _FORMAT_SPECS = {"isoscore_before": ".4f", "isoscore_after": ".4f", "seconds": ".0f", "epoch": ".0f"}
@@ -58,15 +59,18 @@ class Runs:
     settings_that_matter: frozenset[str] = frozenset()  # config keys that change the outcome of some of the runs
 
 
-def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = None) -> Runs:
+def read_runs(
+    root: Path, keep_records: bool = False, excluded: Path | None = None, left_out: Sequence[str] = ()
+) -> Runs:
     """Read every run below a folder, at any depth, except runs replaced by `run.overwrite=true` and smoke runs.
 
     Warnings name each folder that cannot be read as a run, except `excluded`, such as an output folder, and count the
     smoke runs.
+    `left_out` has patterns of run names, such as `rte-*-dropout-*`, to leave out.
     `keep_records` includes the complete records with all epochs and layers, about 50 kB per run.
 
     Raises:
-        UserError: if `root` is not a folder.
+        UserError: if `root` is not a folder, or a pattern is of no run.
     """
     check_runs_folder(root)
     rows: list[dict[str, Any]] = []
@@ -76,8 +80,13 @@ def read_runs(root: Path, keep_records: bool = False, excluded: Path | None = No
     num_smoke, settings_that_matter = 0, set[str]()
     visited_folders = {root}
     run_folders = list(_find_run_folders(root, read_errors))
+    for pattern in left_out:
+        if not any(fnmatch(folder.name, pattern) for folder in run_folders):
+            raise UserError(f"--exclude {pattern}: no run below {root} is called so; a pattern has a *")
     for folder in run_folders:
         visited_folders |= {folder, *folder.parents}
+        if any(fnmatch(folder.name, pattern) for pattern in left_out):
+            continue
         try:
             record = read_result(folder) if (folder / RESULT).exists() else read_unfinished(folder)
             if record.is_smoke:
@@ -199,27 +208,43 @@ def build_runs_table(
     """Return a table of runs that is at most `width` wide, and the names of the columns that it lacks for this reason.
 
     Without `columns`, the table begins with the columns among `defaults`, from `list_default_columns`, that have
-    values, and loses the least important ones until it fits. Of the given `columns` it loses none: their cells are
-    folded, and never cut.
+    values, and loses the least important ones until it fits, as `_LEAST_IMPORTANT_COLUMNS`
+    says. Of the given `columns` it loses none: their cells are folded, and never cut.
     """
     # pandas marks missing values as NaN, which would be printed as a word.
     runs = frame.astype(object).where(frame.notna(), None).to_dict("records")
     shown = columns or [column for column in defaults if column == "name" or frame[column].notna().any()]
     settings = [column for column in defaults if column not in MAIN_COLUMNS]
-    settings += [column for column in ("task", "model") if any(run[column] not in run["name"] for run in runs)]
     cells_by_column = {column: [_format_run_cell(run, column) for run in runs] for column in shown}
-    widths = {
-        column: _COLUMN_GAP + max(map(cell_len, [*column.split("_"), *cells]))
-        for column, cells in cells_by_column.items()
-    }
-    dropped = []
-    least_important = [column for column in _LEAST_IMPORTANT_COLUMNS if column not in settings]
-    for column in (*least_important, *settings, "seed", "method"):
-        if column in cells_by_column and not columns and sum(widths.values()) - _COLUMN_GAP > width:
-            del widths[column], cells_by_column[column]
-            dropped.append(column)
+    dropped: list[str] = []
+    shared: list[str] = []  # values in the title
+
+    def is_too_wide() -> bool:
+        widths = [max(map(cell_len, [*column.split("_"), *cells])) for column, cells in cells_by_column.items()]
+        return not columns and sum(widths) + _COLUMN_GAP * (len(widths) - 1) > width
+
+    def drop_while_too_wide(names: Sequence[str]) -> None:
+        for column in names:
+            if column in cells_by_column and is_too_wide():
+                del cells_by_column[column]
+                dropped.append(column)
+
+    drop_while_too_wide(_LEAST_IMPORTANT_COLUMNS)
+    if is_too_wide():
+        cells_by_column["name"] = [_RUN_HASH.sub("", name) for name in cells_by_column["name"]]
+        dropped.append("the hash of name")
+    if is_too_wide():
+        of_one_value = [column for column in _SHARED_COLUMNS if len(set(cells_by_column.get(column, ()))) == 1]
+        cells_of_one_value = {column: cells_by_column.pop(column)[0] for column in of_one_value}
+        shared = [
+            f"seed {cell}" if column == "seed" else cell
+            for column, cell in cells_of_one_value.items()
+            if column != "status"  # the counts name it
+        ]
+    drop_while_too_wide((*_DROPPED_COLUMNS, *settings, "seed", "method"))
     counts = ", ".join(f"{count} {status}" for status, count in frame["status"].value_counts().items())
     title = f"{len(frame)} run{'s' * (len(frame) != 1)}: {counts} (metrics in percent, except losses)"
+    title = " · ".join([title, *shared])
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, _COLUMN_GAP, 0, 0))
     for column in cells_by_column:
         is_number = frame[column].dtype.kind in "if"

@@ -17,6 +17,11 @@ from typing import Any
 
 from istar.runs.names import BASE, METHOD_NAMES
 
+LABELLED_SETTINGS = (
+    "reg.name", "reg.lambda", "reg.estimator", "reg.zeta", "reg.include_padding", "reg.target_score", "reg.side",
+    "reg.target", "reg.points",
+)  # fmt: skip
+"""Config keys that `RunKey.label` shows."""
 RECORD_FORMAT = 2
 """Version of records and keys. It is part of the hash, so runs of different versions have different names."""
 

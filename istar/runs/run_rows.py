@@ -4,8 +4,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
-from istar.runs.key import flatten_settings
+from istar.runs.key import LABELLED_SETTINGS, flatten_settings
 from istar.runs.labels import Inputs, label_inputs, shorten_model_name
+from istar.runs.names import BASE, BASE_LABEL
 from istar.runs.record import RunRecord
 
 RUN_COLUMNS = (
@@ -82,14 +83,19 @@ def _label_configurations(configurations: Sequence[list[RunRecord]]) -> list[Con
     rows = [record_to_row(runs[0]) for runs in configurations]
     matters = list_settings_that_matter(runs[0] for runs in configurations)
     keys_by_method = {
-        method: find_distinctive_settings((row for row in rows if row["method"] == method), matters)
-        for method in dict.fromkeys(row["method"] for row in rows)
+        method: find_distinctive_settings((row for row in rows if _get_method(row) == method), matters)
+        for method in dict.fromkeys(map(_get_method, rows))
     }
     labels = [
-        " ".join([row["method"], *(_format_setting(key, row[key]) for key in keys_by_method[row["method"]])])
+        " ".join([row["method"], *(_format_setting(key, row[key]) for key in keys_by_method[_get_method(row)])])
         for row in rows
     ]
     return list(map(Configuration, labels, configurations))
+
+
+def _get_method(row: Mapping[str, Any]) -> str:
+    """Return the method of a run without its settings, so that trials of a search belong to one method."""
+    return BASE if row["method"] == BASE_LABEL else str(row["reg.name"])
 
 
 def _format_setting(key: str, value: Any) -> str:
@@ -106,19 +112,19 @@ def list_settings_that_matter(records: Iterable[RunRecord]) -> set[str]:
 def find_distinctive_settings(rows: Iterable[Mapping[str, Any]], matters: Collection[str]) -> list[str]:
     """Return the config keys among `matters` in which runs of the same task, model and method differ.
 
-    `rows` are results of `record_to_row`. Keys that some runs of a method lack are left out, because they belong to
-    another option of their group.
+    `rows` are results of `record_to_row`. Settings in the label of the method, such as `reg.lambda`, are left out. So
+    are keys that some runs of a method lack, because they belong to another option of their group.
     """
     rows_by_method: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        rows_by_method.setdefault((row["task"], row["model"], row["method"]), []).append(row)
+        rows_by_method.setdefault((row["task"], row["model"], _get_method(row)), []).append(row)
     differing = {
         key: None
         for group in rows_by_method.values()
         for key in group[0]
         if "." in key and all(key in row for row in group) and len({str(row[key]) for row in group}) > 1
     }
-    return [key for key in differing if key in matters]
+    return [key for key in differing if key in matters and key not in LABELLED_SETTINGS]
 
 
 class Candidate(Protocol):

@@ -14,6 +14,8 @@ from istar.errors import UserError
 from istar.statistics import ALPHA
 from istar.statistics.arguments import check_probability
 
+_MAX_NAMED_TRIALS = 3
+
 
 class Verdict(Enum):
     """What a comparison allows to conclude."""
@@ -43,6 +45,7 @@ class PairedComparison:
     reference_collapsed: int = 0  # the same for the reference
     unmatched: int = 0  # number of seeds that only one of the two has
     has_equal_budgets: bool = True  # whether both had the same number of trials, epochs and examples
+    unequal_trials: tuple[str, ...] = ()  # names of runs that make the budgets differ
     lower_is_better: bool = False  # whether the metric is a loss
     # Minimum attainable adjusted p-value with so many pairs: `paired.smallest_sign_flip_p`, adjusted for a table in
     # which every test gives its smallest p-value; 0 for the t-test.
@@ -160,11 +163,19 @@ def _make_main_sentence(row: PairedComparison, alpha: float) -> str:
     )
 
 
+def _name_trials(row: PairedComparison) -> str:
+    if not row.unequal_trials:
+        return ""
+    names = ", ".join(row.unequal_trials[:_MAX_NAMED_TRIALS])
+    others = len(row.unequal_trials) - _MAX_NAMED_TRIALS
+    return f" by {names}{f' and {others} more' if others > 0 else ''} (istar report --exclude leaves runs out)"
+
+
 def _find_obstacle(row: PairedComparison, alpha: float) -> str:
     if row.obstacle:
         return row.obstacle
     if not row.has_equal_budgets:
-        return "their budgets differ, so that a difference need not come from the method"
+        return f"their budgets differ{_name_trials(row)}, so that a difference need not come from the method"
     if row.pairs == 0:
         return "they have no seed in common"
     if row.pairs == 1:

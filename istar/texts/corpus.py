@@ -23,6 +23,7 @@ from istar.models.special_tokens import find_separator_id, special_tokens
 from istar.runs.names import COMBINED
 from istar.texts.documents import (
     BEGINNING_BYTES,
+    TEXT_COLUMN,
     compute_content_digest,
     is_corpus_file,
     read_dataset_documents,
@@ -46,7 +47,7 @@ T = TypeVar("T")
 _SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*\s+(?=["'“‘(\[]*[^\W_a-z])|[。！？]|\n""")  # noqa: RUF001
 _HUB_TEXT = re.compile(
     r"(?P<stream>hf://)?(?P<id>[\w-][\w.-]*/[\w.-]+)"
-    r"(?::(?P<configuration>[^:@]*))?(?::(?P<split>[^@]+))?(?:@(?P<revision>.+))?"
+    r"(?::(?P<configuration>[^:@]*))?(?::(?P<split>(?:[^:@\[]|\[[^\]]*\])*))?(?::(?P<column>[^:@]+))?(?:@(?P<revision>.+))?"
 )
 """A data set of the hub, as `parse_sources` reads it."""
 Documents = Literal["separate", "packed"]
@@ -59,9 +60,10 @@ class Source:
 
     name: str  # name of the source in the results
     path: Path  # file or folder; for a data set of the hub, its name as given; in memory, the name of the source
-    dataset: Dataset | IterableDataset | None = None  # data set of the hub; its column `text` has the documents
+    dataset: Dataset | IterableDataset | None = None  # data set of the hub
     commit: str = ""  # commit of this data set
     documents: tuple[str, ...] | None = None  # documents in memory
+    column: str = TEXT_COLUMN  # column of the file or data set that has the documents
 
     def read_documents(self, shuffle_buffer: int = 0, seed: int = 0) -> Iterator[str]:
         """Read the documents as `istar.texts.documents.read_documents`, and shuffle them: see `shuffle_documents`."""
@@ -69,9 +71,9 @@ class Source:
         if self.documents is not None:
             documents = self.documents
         elif self.dataset is None:
-            documents = read_documents(self.path)
+            documents = read_documents(self.path, self.column)
         else:
-            documents = read_dataset_documents(self.dataset, str(self.path))
+            documents = read_dataset_documents(self.dataset, str(self.path), self.column)
         return shuffle_documents(documents, shuffle_buffer, seed)
 
     @property
@@ -88,7 +90,8 @@ class Source:
             return str(self.path), self.commit
         if self.documents is not None:
             return (hashlib.blake2b("\0".join(self.documents).encode()).hexdigest(),)
-        return (compute_content_digest(self.path, sys.maxsize if limit is None else BEGINNING_BYTES),)
+        digest = compute_content_digest(self.path, sys.maxsize if limit is None else BEGINNING_BYTES)
+        return (digest,) if self.column == TEXT_COLUMN else (digest, self.column)
 
 
 def open_texts(texts: str | Path | Iterable[str] | Mapping[str, str | Path | Iterable[str]]) -> list[Source]:
@@ -135,17 +138,22 @@ def shuffle_documents(documents: Iterable[str], buffer_size: int, seed: int) -> 
 
 
 def parse_sources(texts: Sequence[str]) -> list[Source]:
-    """Parse the values of `--text`, each `[name=]<file or folder>` or `[name=]<data set of the hub>`.
+    """Parse the values of `--text`, each `[name=]<file or folder>[:column]` or `[name=]<data set of the hub>`.
 
-    A data set is `owner/name[:configuration[:split]][@revision]`, with the split `train` by default. It is downloaded,
-    unless it begins with `hf://`: then it is a stream, which is read from the hub in each pass. The default name
-    of a source is the stem of its path, or the name of the data set without its owner. Raises a `UserError` if a text
+    A data set is `owner/name[:configuration[:split[:column]]][@revision]`, with the split `train` and the column `text`
+    by default. It is downloaded, unless it begins with `hf://`: then it is a stream, which is read from the hub in each
+    pass. The default name of a source is the stem of its path, or the name of the data set without its owner, and
+    `-<column>` if a column is given. Raises a `UserError` if a text
     does not exist, two sources have the same name, or one of several is named `combined`.
     """
     sources = []
     for text in texts:
         name, location = split_label(text)
         path = Path(location)
+        file_name, _, column = location.rpartition(":")
+        if not os.path.exists(path) and file_name and os.path.exists(file_name):  # noqa: PTH110
+            sources.append(Source(name or f"{Path(file_name).stem}-{column}", Path(file_name), column=column))
+            continue
         if os.path.exists(path):  # noqa: PTH110  Path.exists raises an error if the name is too long
             sources.append(Source(name or Path(os.path.abspath(path)).stem, path))  # noqa: PTH100
             continue
@@ -153,7 +161,7 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
         if match is None or (is_corpus_file(path) and not match["stream"]):
             raise UserError(
                 f"--text {text}: there is no {location}; expected a file or folder of text, or a data set of the hub "
-                "as [hf://]owner/name[:configuration[:split]], or name=<text>"
+                "as [hf://]owner/name[:configuration[:split[:column]]], or name=<text>"
             )
         try:
             read = open_dataset_stream if match["stream"] else load_dataset_split
@@ -165,7 +173,9 @@ def parse_sources(texts: Sequence[str]) -> list[Source]:
             raise UserError(f"--text {text}: {reason}{error}") from error
         # The same rows are the same text, whether or not they are a stream.
         path = Path(location.removeprefix("hf://"))
-        sources.append(Source(name or PurePath(match["id"]).name, path, dataset, commit))
+        default_name = "-".join(filter(None, [PurePath(match["id"]).name, match["column"]]))
+        column = match["column"] or TEXT_COLUMN
+        sources.append(Source(name or default_name, path, dataset, commit, column=column))
     names = [source.name for source in sources]
     for name in names:
         if names.count(name) > 1:

@@ -26,7 +26,7 @@ _BATCH_ROWS = 1_000
 _DIGEST_BLOCK = 2**20
 
 
-def read_documents(path: Path) -> Iterator[str]:
+def read_documents(path: Path, column: str = TEXT_COLUMN) -> Iterator[str]:
     """Return an iterator over the documents of a text file, data file or folder, which need not fit into memory.
 
     - `.jsonl`, `.ndjson`: each line is a JSON object with a document under `text`;
@@ -38,6 +38,8 @@ def read_documents(path: Path) -> Iterator[str]:
     - `.txt`, `.text`, `.md`, `.raw`, `.tokens` or no suffix: each line is one document, for example a paragraph;
     - these suffixes followed by `.gz` or `.zst`, such as `.jsonl.gz`, except of Parquet: the same, compressed.
 
+    `column` is the column, or the key of JSON objects, to read instead of `text`; plain text has none.
+
     The case of suffixes is ignored. In a folder, plain text has the suffix `.txt`.
 
     Documents that contain only whitespace are left out. In plain text, whitespace around a line is removed. Raises a
@@ -46,11 +48,13 @@ def read_documents(path: Path) -> Iterator[str]:
     suffix = find_suffix(path)
     documents: Iterator[str]
     if (path / "state.json").is_file():
-        documents = iterate_texts(open_saved_dataset(path), str(path))
+        documents = iterate_texts(open_saved_dataset(path), str(path), column)
     elif path.is_dir():
-        documents = (document for file in list_corpus_files(path) for document in read_documents(file))
+        documents = (document for file in list_corpus_files(path) for document in read_documents(file, column))
     elif suffix in READERS:
-        documents = _iterate_column(READERS[suffix](path))
+        documents = _iterate_column(READERS[suffix](path), column)
+    elif suffix in _TEXT_SUFFIXES and column != TEXT_COLUMN:
+        raise UserError(f"{path}: plain text has no column {column!r}; expected one of {', '.join(READERS)}")
     elif suffix in _TEXT_SUFFIXES:
         documents = _iterate_lines(path)
     else:
@@ -120,21 +124,21 @@ def _list_data_files(path: Path) -> list[Path]:
     return [path / Path(shard["filename"]).name for shard in shards] or [path]
 
 
-def iterate_texts(dataset: Dataset | IterableDataset, source: str) -> Iterator[str]:
-    """Yield the values of a data set's column `text`; `source` names the data set in error messages.
+def iterate_texts(dataset: Dataset | IterableDataset, source: str, column: str = TEXT_COLUMN) -> Iterator[str]:
+    """Yield the values of a column of a data set; `source` names the data set in error messages.
 
     Raises a `UserError` if the column is missing, or a value in it is not a string.
     """
-    return _iterate_column(make_table(dataset, source))
+    return _iterate_column(make_table(dataset, source), column)
 
 
-def read_dataset_documents(dataset: Dataset | IterableDataset, source: str) -> Iterator[str]:
-    """Yield the documents of a data set of the hub, the values of its column `text` that are not blank.
+def read_dataset_documents(dataset: Dataset | IterableDataset, source: str, column: str = TEXT_COLUMN) -> Iterator[str]:
+    """Yield the documents of a data set of the hub, the values of a column that are not blank.
 
     Raises a `UserError` as `iterate_texts` does, and if a stream breaks off.
     """
     try:
-        yield from (text for text in iterate_texts(dataset, source) if text and not text.isspace())
+        yield from (text for text in iterate_texts(dataset, source, column) if text and not text.isspace())
     except UserError:
         raise
     except Exception as error:  # a stream raises the errors of many libraries
@@ -142,18 +146,19 @@ def read_dataset_documents(dataset: Dataset | IterableDataset, source: str) -> I
         raise UserError(f"{source}: reading broke off ({failure}); send the command again") from error
 
 
-def _iterate_column(table: Table) -> Iterator[str]:
-    if TEXT_COLUMN not in table.columns:
+def _iterate_column(table: Table, column: str) -> Iterator[str]:
+    if column not in table.columns:
         names = ", ".join(map(repr, table.columns)) or "none"
-        raise UserError(f"{table.source}: there is no column {TEXT_COLUMN!r}; found: {names}")
-    for number, values in table.read_rows([TEXT_COLUMN]):
+        hint = " (--text reads another column as <file>:<column>)" if table.columns else ""
+        raise UserError(f"{table.source}: there is no column {column!r}; found: {names}{hint}")
+    for number, values in table.read_rows([column]):
         if values is None:
             raise UserError(f"{table.location(number)}: expected {len(table.columns)} fields as in the header")
         [text] = values
         if isinstance(text, str):
             yield text
         elif text is not None:
-            raise UserError(f"{table.location(number)}: {TEXT_COLUMN} is {shorten(repr(text), 60)}; expected a string")
+            raise UserError(f"{table.location(number)}: {column} is {shorten(repr(text), 60)}; expected a string")
 
 
 def _iterate_lines(path: Path) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """`istar power` as it is called on the command line."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,10 @@ def split_row(text: str, method: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│┃").split("│")]
 
 
-def test_the_spread_of_runs(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_spread_of_runs(
+    run_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
     differences = 2 * np.random.default_rng(0).normal(0, 1, 5)
     sd = float(np.std(differences, ddof=1))
     low, high = sd_interval(sd, 5)
@@ -70,6 +74,23 @@ def test_the_spread_of_runs(run_root: Path, capsys: pytest.CaptureFixture[str]) 
     for options, message in (("--difference 0", "the size of the difference is 0.0"), ("--alpha 0", "alpha is 0.0")):
         assert main(["power", "--runs", str(run_root), *options.split()]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_pipe_gets_values_and_json(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    differences = 2 * np.random.default_rng(0).normal(0, 1, 5)
+    sd = float(np.std(differences, ddof=1))
+    assert main(["power", "--runs", str(run_root), "--json"]) == 0
+    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)}
+    row = rows["I-STAR λ=-3 ζ=0.4"]
+    assert (row["sd"], row["low"], row["high"]) == pytest.approx((sd, *sd_interval(sd, 5)), rel=1e-9)
+    assert row["smallest_difference"] == pytest.approx(smallest_difference(sd, 5), rel=1e-9)
+    assert rows["I-STAR λ=2 ζ=0.4"]["note"] == "needs 2 seeds"
+    assert main(["power", "--runs", str(run_root)]) == 0
+    header, *lines = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    [values] = [line for line in lines if "I-STAR λ=-3 ζ=0.4" in line]
+    assert float(values[header.index("sd")]) == row["sd"]
+    assert main(["power", "--sd", "2.1", "--difference", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"seeds_needed": pairs_needed(1, 2.1)}]
 
 
 @pytest.mark.parametrize(

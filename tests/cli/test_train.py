@@ -57,6 +57,7 @@ def assert_refused_in_one_line(code: int, stdout: str, stderr: str, folder: Path
     ("argument", "message"),
     [
         ("task=null", "must be a string or a list"),
+        ("reg.lambda=-1,1", "reg.lambda=-1,1: several values need -m, for a sweep over them; a list is one"),
         ("reg.zeta=2", "reg.zeta=2 is outside [0, 1]"),
         ("task=rtee", "did you mean rte?"),
         ("task.data_dir=/nowhere", "task.data_dir=/nowhere does not exist"),
@@ -99,6 +100,20 @@ def test_a_mistake_is_one_line_in_a_new_interpreter(tmp_path: Path) -> None:
     assert_refused_in_one_line(result.returncode, result.stdout, result.stderr, tmp_path, message)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lambda=1",), "unexpected argument --lambda; did you mean reg.lambda=1?"),
+        (("--max-epochs", "5"), "unexpected argument --max-epochs; did you mean trainer.max_epochs=5?"),
+        (("--multirn",), "unexpected argument --multirn; did you mean --multirun?"),
+    ],
+)
+def test_an_option_of_other_programs_names_the_key(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert_refused_in_one_line(call(*arguments), *capsys.readouterr(), tmp_path, message)
+
+
 @pytest.mark.parametrize("argument", ["--dry-run", "++sweep.jobs=2"])
 def test_options_of_sweeps_need_m(
     call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str
@@ -137,6 +152,28 @@ def test_the_help_of_all_options_is_text(
     assert argparse.ArgumentParser.add_argument is add_argument_of_python_314
 
 
+def test_ctrl_c_is_no_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(options: argparse.Namespace) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("istar.cli.power.run", interrupt)
+    assert main(["power", "--sd", "2", "--pairs", "5"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(("option", "is_shown"), [((), True), (("-m",), True), (("--cfg", "job"), False)])
+def test_a_terminal_shows_a_line_before_the_libraries_are_loaded(
+    call: Call,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: tuple[str, ...],
+    is_shown: bool,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    call("task=rtee", *option)
+    assert capsys.readouterr().out.startswith("loading the libraries") == is_shown
+
+
 def test_windows_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +205,7 @@ def test_a_misspelt_key_is_refused_without_torch() -> None:
     exit_code, *modules = process.stdout.split()
     assert (exit_code, "istar.finetune.config.groups" in modules) == ("2", True)
     assert not {"torch", "hydra", "transformers", "lightning"}.intersection(modules)
-    assert process.stderr.startswith("error: optim.lrate: there is no such key; did you mean optim.lr?; `python train")
+    assert process.stderr.startswith("error: optim.lrate: there is no such key; did you mean optim.lr?; `istar train")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +213,8 @@ def test_a_misspelt_key_is_refused_without_torch() -> None:
     [
         ("mesure model", "istar mesure: unknown command; did you mean measure?"),
         ("measure model --measurs all", "unexpected argument --measurs; did you mean --measures?"),
+        ("measure model --layers 3", "unexpected argument --layers; all layers are measured, each in a row"),
+        ("compare a b --column x", "unexpected argument --column; a column is part of the text, as in --text dev"),
         ("measure model --length many", "argument --length: invalid int value: 'many'; `istar measure --help`"),
         ("embed", "the following arguments are required"),
         ("train --multrun", "unexpected argument --multrun; did you mean --multirun?; `istar train --help`"),
@@ -306,7 +345,7 @@ def test_characters_that_the_encoding_of_the_output_lacks_become_question_marks(
     [
         (UserError("wrong"), "0", "error: wrong\n"),
         (UserError("wrong"), "3", "error in process 3: wrong\n"),
-        (StoppedError("stopped", 15), "0", "error: stopped\n"),
+        (StoppedError("stopped", 15), "0", "stopped\n"),
         (StoppedError("stopped", 15), "3", ""),
     ],
 )

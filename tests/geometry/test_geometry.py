@@ -23,7 +23,7 @@ from istar.errors import UserError
 from istar.geometry.collect.mean_states import Examples
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.geometry import Geometry
-from istar.geometry.show.terminal_tables import HEADERS
+from istar.geometry.show.terminal_tables import HEADERS, make_model_table
 from istar.measures.catalogue import MEASURES
 from istar.models import tiny
 from istar.texts import demo
@@ -385,6 +385,8 @@ def test_too_few_points_or_groups_are_a_finding(num_points: int, num_groups: int
     content.all_texts["corpus"]["points"] = float(num_points)
     last = Geometry(content).findings[-1]
     assert (last == WARNING.format(warning)) if warning else not last.startswith("There are only")
+    caption = str(make_model_table("m", content).caption)
+    assert caption.startswith(last) if warning else "There are only" not in caption
 
 
 def test_the_public_names_need_no_torch_before_they_are_used() -> None:

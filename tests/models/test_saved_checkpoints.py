@@ -83,3 +83,14 @@ def test_folders_of_adapters_alone_are_checkpoints(tmp_path: Path) -> None:
         run = write_model(tmp_path / file_name / "model", file_name).parent
         assert ModelArgument("", str(run)).source.name == str(run / "model")
         assert [checkpoint.name for checkpoint in find_checkpoints(str(run))] == [str(run / "model")]
+
+
+def test_a_folder_of_runs_and_a_run_without_its_model_are_named(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "result.json").touch()
+    [runs, run] = parse_models([str(tmp_path / "runs"), str(tmp_path / "runs" / "a")])
+    with pytest.raises(UserError, match=r"runs is a folder of 2 runs; name one or several, such as .*/runs/a$"):
+        _ = runs.source
+    with pytest.raises(UserError, match=r"a is a run without a saved model; train it with run\.save_model=true$"):
+        _ = run.source

@@ -1,5 +1,6 @@
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_each_lambda_is_a_method_with_trials_of_its_own(tmp_path: Path) -> None:
     comparisons = read_comparisons_by_method(tmp_path)
     assert len(comparisons) == 3
     for comparison in comparisons.values():
-        assert len(comparison.method.trial_limits) == 3
+        assert comparison.method.budget.total() == 3
         assert comparison.statistics.has_equal_budgets
 
 
@@ -140,10 +141,28 @@ def test_unequal_trials_allow_no_conclusion(tmp_path: Path) -> None:
     save_search(tmp_path, istar(-1), (*RATES, 1e-4))
     save_search(tmp_path, istar(1), RATES[1:])
     for comparison, num_trials in zip(compare_methods_in(tmp_path).comparisons, (4, 2), strict=True):
-        assert len(comparison.method.trial_limits) == num_trials
+        assert comparison.method.budget.total() == num_trials
         assert conclusion(comparison.statistics).startswith(
             f"Nothing can be concluded about {comparison.method.name} and Base on rte: their budgets differ"
         )
+
+
+def test_the_run_that_makes_budgets_differ_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    """A trial run with fewer examples used to spoil a sweep, without a word about which run it was."""
+    values = {1: 0.6, 2: 0.61}
+    save_all(tmp_path, BASE, values)
+    save_all(tmp_path, istar(-1), values)
+    trial = record("rte", "mine", istar(-1), 3, 0.5, data="few", task__limit_train=9)
+    save(replace(trial, name="rte-bert-istar-0123456789ab"), tmp_path)
+    [comparison] = compare_methods_in(tmp_path).comparisons
+    assert "their budgets differ by rte-bert-istar-0123456789ab (istar report --exclude" in conclusion(
+        comparison.statistics
+    )
+    runs = read_runs(tmp_path, keep_records=True, left_out=["*-0123456789ab"])
+    [comparison] = compare_methods(configurations.add_selection_columns(runs)).comparisons
+    assert comparison.statistics.has_equal_budgets
+    with pytest.raises(UserError, match=r"--exclude x\*: no run below .* is called so; a pattern has a \*"):
+        read_runs(tmp_path, left_out=["x*"])
 
 
 def test_trials_that_failed_or_were_pruned_were_tried(tmp_path: Path) -> None:
@@ -156,7 +175,7 @@ def test_trials_that_failed_or_were_pruned_were_tried(tmp_path: Path) -> None:
     save_search(tmp_path, istar(1), RATES[1:])
     save_all(tmp_path, istar(1), {1: 0.4}, status="pruned", optim__lr=RATES[0])
     for comparison in compare_methods_in(tmp_path).comparisons:
-        assert len(comparison.method.trial_limits) == 3
+        assert comparison.method.budget.total() == 3
         assert comparison.method.num_configurations == 2
         assert comparison.statistics.has_equal_budgets
 
@@ -171,7 +190,7 @@ def test_longer_trials_or_other_data_are_another_budget(tmp_path: Path, changes:
     save_search(tmp_path, istar(-1), RATES, **changes)
     save_search(tmp_path, istar(1), RATES)
     different_budget, equal_budget = compare_methods_in(tmp_path).comparisons
-    assert len(different_budget.method.trial_limits) == len(equal_budget.method.trial_limits)
+    assert different_budget.method.budget.total() == equal_budget.method.budget.total()
     assert (different_budget.statistics.has_equal_budgets, equal_budget.statistics.has_equal_budgets) == (False, True)
 
 

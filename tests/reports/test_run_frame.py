@@ -227,9 +227,9 @@ def test_models_of_one_name_in_a_narrow_table(write_run: Callable[..., RunRecord
     write_run("rte-bert-none-1", "reg=none", "model.name=b/bert", weights="2")
     runs = read_runs(tmp_path)
     assert runs.frame["model"].tolist() == ["a/bert", "b/bert"]
-    table, dropped = build_runs_table(runs.frame, (), 50, default_columns(runs))
+    table, _ = build_runs_table(runs.frame, (), 50, default_columns(runs))
     assert "model" in [column.header for column in table.columns]
-    assert "task" in dropped
+    assert "task" not in [column.header for column in table.columns]
 
 
 def test_a_narrow_table_lacks_columns_but_no_digits(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:
@@ -249,13 +249,28 @@ def test_a_narrow_table_lacks_columns_but_no_digits(write_run: Callable[..., Run
         "75.00", "52.71", "2", "0.1000", "0.2000", "12", "finished",
     ]  # fmt: skip
     lines, dropped = show(80)
-    assert lines[-1] == "rte-bert-base-cased-istar-0123456789ab  I-STAR λ=-1 ζ=0.4    42  75.00    0.2000"
-    assert dropped == ["seconds", "epoch", "constant", "model", "task", "metric", "isoscore_before", "status"]
+    assert lines[-1] == "rte-bert-base-cased-istar  I-STAR λ=-1 ζ=0.4  75.00    0.1000    0.2000"
+    title = " ".join(map(str.strip, lines[:2]))
+    assert title == "1 run: 1 finished (metrics in percent, except losses) · rte · bert-base-cased · accuracy · seed 42"
+    assert dropped == ["seconds", "epoch", "constant", "the hash of name"]
     lines, dropped = show(30, "name", "optim.lr", "validation.accuracy")
     assert dropped == []
     text = " ".join(lines)
     assert "…" not in text
     assert {"3e-05", "75.00"} <= set(text.split())
+
+
+def test_a_narrow_table_of_several_tasks_keeps_task_metric_and_isoscore(
+    write_run: Callable[..., RunRecord], tmp_path: Path
+) -> None:
+    perplexity = {"headline": {"metric": "perplexity", "value": 12.0, "epoch": 1}, "metrics": {"perplexity": 12.0}}
+    write_run("rte-bert-base-cased-istar-0123456789ab", value=0.75)
+    write_run("clm-gpt2-istar-0123456789ac", "task=clm", "model=gpt2", **perplexity)
+    runs = read_runs(tmp_path)
+    table, dropped = build_runs_table(runs.frame, (), 80, default_columns(runs))
+    headers = {str(column.header).replace("\n", "_") for column in table.columns}
+    assert {"task", "model", "method", "metric", "value", "isoscore_before", "isoscore_after"} <= headers
+    assert dropped == ["seconds", "epoch", "constant", "the hash of name", "name"]
 
 
 def test_losses_are_sorted_from_the_lowest(write_run: Callable[..., RunRecord], tmp_path: Path) -> None:

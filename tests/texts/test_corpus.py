@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -242,3 +243,51 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         parse_sources([f"..={wiki_path}"])
     monkeypatch.chdir(tmp_path)
     assert parse_sources(["."]) == [Source(tmp_path.name, Path())]
+
+
+def test_a_text_is_any_column_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "dev.tsv").write_text("index\tsentence1\tsentence2\n0\tA cat.\tA dog.\n1\tTwo cats.\tTwo dogs.\n")
+    (tmp_path / "rows.jsonl").write_text('{"id": "1", "body": "A bird."}\n')
+    (tmp_path / "plain.txt").write_text("A line.\n")
+    first, second = parse_sources([f"{tmp_path / 'dev.tsv'}:sentence1", f"b={tmp_path / 'dev.tsv'}:sentence2"])
+    assert (first.name, second.name, first.path) == ("dev-sentence1", "b", tmp_path / "dev.tsv")
+    assert list(first.read_documents()) == ["A cat.", "Two cats."]
+    assert list(second.read_documents()) == ["A dog.", "Two dogs."]
+    assert first.identify() != second.identify()
+    [folder] = parse_sources([f"{tmp_path / 'rows.jsonl'}:body"])
+    assert list(folder.read_documents()) == ["A bird."]
+    for text, message in (
+        ("dev.tsv", "no column 'text'"),
+        ("dev.tsv:body", "no column 'body'"),
+        ("plain.txt:a", "plain"),
+    ):
+        [source] = parse_sources([str(tmp_path / text)])
+        with pytest.raises(UserError, match=message):
+            list(source.read_documents())
+    colon = tmp_path / "a:b"
+    colon.write_text("A line.\n")
+    assert parse_sources([str(colon)]) == [Source("a:b", colon)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/web", ("", "train", "text")),
+        ("org/web:en:train[:10%]+test:sentence@main", ("en", "train[:10%]+test", "sentence")),
+        ("org/web::test:body", ("", "test", "body")),
+        ("org/web:::body", ("", "train", "body")),
+    ],
+)
+def test_a_text_is_any_column_of_a_data_set(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: tuple[str, str, str]
+) -> None:
+    asked = []
+
+    def load(name: str, configuration: str | None, split: str, revision: str | None) -> tuple[Dataset, str]:
+        asked.append((configuration or "", split))
+        return Dataset.from_dict({"text": ["t"], "sentence": ["s"], "body": ["b"]}), "commit"
+
+    monkeypatch.setattr(corpus, "load_dataset_split", load)
+    [source] = parse_sources([text])
+    assert (*asked[0], source.column) == expected
+    assert list(source.read_documents()) == [expected[2][0]]

@@ -115,4 +115,4 @@ def check_keys(overrides: Iterable[str]) -> None:
 
 def describe_unknown_key(key: str, hint: str) -> str:
     """Return the message about an unknown key; `hint` names a similar one, as `did_you_mean` returns it."""
-    return f"{key}: there is no such key{hint}; `python train.py --cfg job` lists all"
+    return f"{key}: there is no such key{hint}; `istar train --cfg job` lists all"

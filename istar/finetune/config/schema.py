@@ -136,10 +136,16 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and "hydra/launcher/submitit_" in str(error.missing_cfg_file):
         return "hydra/launcher=slurm and local_jobs need a package that is not installed: pip install 'istar[slurm]'"
     if isinstance(error, MissingConfigException) and error.options:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        group, _, name = str(error.missing_cfg_file).partition("/")
         options = sorted(error.options)
-        hint = did_you_mean(name, options)
-        return f"{group}={name}: there is no such option{hint}; {group} is one of {', '.join(options)}"
+        hint = did_you_mean(name, options, cutoff=0.8 if group == "model" else 0.5)
+        expected = f"{group} is one of {', '.join(options)}"
+        if group == "model" and not hint:
+            expected = f"a hub id or a folder is model=auto model.name={name}; otherwise, {expected}"
+        return f"{group}={name}: there is no such option{hint}; {expected}"
+    if ambiguous := re.search(r"Ambiguous value for argument '((.*?)=(.*?))'", str(error)):
+        override, key, values = ambiguous.groups()
+        return f"{override}: several values need -m, for a sweep over them; a list is one value: '{key}=[{values}]'"
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override}: not understood; expected key=value, where a value with spaces or any of "
@@ -168,6 +174,11 @@ def find_options_with_key(key: str) -> list[str]:
     return [name for name, config_class in options if key in _list_cli_keys(group, config_class)]
 
 
+def find_keys_named(name: str) -> list[str]:
+    """Return the config keys with a name after their group: `["reg.lambda"]` for `lambda`."""
+    return list(dict.fromkeys(key for key in _list_known_keys() if key.rpartition(".")[2] == name))
+
+
 def _explain_unknown_key(key: str) -> str:
     """Return a message about an unknown key that names the option with this key, or else the most similar key."""
     if owning_options := find_options_with_key(key):
@@ -178,7 +189,7 @@ def _explain_unknown_key(key: str) -> str:
         return _describe_missing_key(key)
     if key in ("experiment", "debug"):
         return f"{key}: there is no such key; a file of {key}/ needs the first line `{PACKAGE_LINE}`"
-    if namesakes := [name for name in known_keys if name.partition(".")[2] == key]:
+    if namesakes := find_keys_named(key):
         return describe_unknown_key(key, f"; did you mean {namesakes[0]}?")
     return describe_unknown_key(key, did_you_mean(key, [*known_keys, *_GROUPS, *OPTIONS_BY_GROUP]))
 

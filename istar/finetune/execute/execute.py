@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from istar.drawing.terminal import with_wide_text
 from istar.errors import StoppedError, UserError, shorten
 from istar.files.writing import lock_folder
 from istar.finetune.execute.assemble import Job, assemble
@@ -49,7 +50,7 @@ def execute(
         with preserve_signal_handlers():
             record = _train_and_record(job, checkpoint, start_time)
         if console is not None and job.trainer.is_global_zero:
-            console.print(build_run_table(record))
+            console.print(with_wide_text(build_run_table(record)))
             console.print(f"{identity.folder}{os.sep}, with a picture of the table: {ISOTROPY_PICTURE}", soft_wrap=True)
         return record, True
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
+from istar.drawing.terminal import with_wide_text
 from istar.finetune.config import Config, WandbConfig
 from istar.finetune.execute.extras import fast_imports
 from istar.finetune.execute.identify import RunIdentity, identify, read_finished_run
@@ -61,7 +62,7 @@ def run(config: Config, console: Console | None = None, trial: str | None = None
 
         log_result_to_sweep_agent(identity.config, asdict(record), identity.folder)
     if console is not None:
-        console.print(build_run_table(record))
+        console.print(with_wide_text(build_run_table(record)))
         console.print(f"{identity.folder} is finished; run.overwrite=true runs it again", soft_wrap=True)
     _push(identity, console)
     return record

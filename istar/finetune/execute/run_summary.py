@@ -1,7 +1,5 @@
 """The table of one run for the terminal, and its picture of IsoScore by layer."""
 
-from pathlib import Path
-
 from rich.table import Table
 
 from istar.drawing.plot import Line, Panel, Plot
@@ -21,7 +19,9 @@ def describe_penalty(key: RunKey) -> str:
 def build_run_table(record: RunRecord) -> Table:
     """Return a table of one finished run: its metrics, and IsoScore per layer before and after training."""
     headline = record.headline
-    title = f"{record.config['task']['name']} · {record.key.label} · {Path(record.config['model']['name']).name}"
+    title = (
+        f"{record.config['task']['name']} · {record.key.label} · {shorten_model_name(record.config['model']['name'])}"
+    )
     table = Table(title=title, title_justify="left", caption=_build_run_caption(record), caption_justify="left")
     for header in ("", "before", "after", "change"):
         table.add_column(header, justify="left" if not header else "right")
@@ -50,10 +50,18 @@ def _build_run_caption(record: RunRecord) -> str:
     if metric in record.baseline:
         baseline = "The frequency of each token alone" if is_lower_better(metric) else "A constant prediction"
         lines.append(f"{baseline} has {metric} {format_metric(metric, record.baseline[metric])}.")
+        if is_lower_better(metric) and record.headline["value"] > record.baseline[metric]:
+            lines.append("The model is worse than that; train it longer, on more text or with another optim.lr.")
     if record.selection.get("metric", metric) != metric:
         selection_metric = record.selection["metric"]
         value = format_metric(selection_metric, record.selection["value"])
         lines.append(f"The epoch was chosen by {selection_metric} {value}.")
+    reg = record.key.settings["reg"]
+    if record.key.method == "istar" and reg.get("target_score") is None:
+        change = record.isotropy["after"]["union"] - record.isotropy["before"]["union"]
+        if change * reg["lambda"] < 0:
+            moved, expected = ("rose", "λ < 0 lowers") if change > 0 else ("fell", "λ > 0 raises")
+            lines.append(f"IsoScore {moved}, although {expected} it: the task loss moved it more; compare reg=none.")
     collapsed_sets = [name for name, is_collapsed in record.collapsed.items() if is_collapsed]
     lines += [f"Collapsed on {name}: all predictions are the same." for name in collapsed_sets]
     unit = "" if is_lower_better(metric) else "; metrics in percent"

@@ -18,11 +18,16 @@ from istar.finetune.execute.identify import read_finished_run
 from istar.finetune.training.checkpoints import find_resumable_checkpoint, read_checkpoint
 from istar.finetune.training.sharded_training import ShardingStrategy, scatter_weights
 from istar.hidden_states.sharding import is_sharded_module
+from istar.runs.key import RunKey
 from istar.runs.record import CONFIG, KEPT_MODELS, KEY, RunRecord, format_key, read_start_time, start_comment
 
 _MODEL_FOLDERS = ("model", KEPT_MODELS)
 
 log = logging.getLogger(__name__)
+_ISOTROPIC = 0.2
+"""Models with a higher IsoScore of layers 1 to L before training collapsed in docs/study.md, others did not."""
+_HARMFUL_LAMBDA = -1.0
+"""The weight with which they collapsed."""
 
 
 def claim_folder(job: Job) -> tuple[RunRecord | None, Path | None]:
@@ -77,6 +82,8 @@ def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
     started_at = time.perf_counter()
     if checkpoint is None:
         job.trainer.validate(job.module, datamodule=job.data_module, verbose=False)
+        if advice := advise_on_lambda(job.identity.key, job.tracks.history.before_training["isotropy"]["union"]):
+            log.warning(advice)
     validated_at = time.perf_counter()
     job.trainer.fit(job.module, datamodule=job.data_module, ckpt_path=checkpoint, weights_only=True)
     fitted_at = time.perf_counter()
@@ -94,6 +101,20 @@ def train(job: Job, checkpoint: Path | None) -> dict[str, Any]:
         "fit": fitted_at - validated_at,
         "shrinkage": covariance_seconds,
     }
+
+
+def advise_on_lambda(key: RunKey, isoscore: float) -> str:
+    """Return a line if lambda is known to harm a model with this IsoScore of layers 1 to L before training, or ""."""
+    reg = key.settings["reg"]
+    if key.method != "istar" or reg.get("target_score") is not None:
+        return ""
+    if reg["lambda"] > _HARMFUL_LAMBDA or not isoscore > _ISOTROPIC:
+        return ""
+    return (
+        f"IsoScore of layers 1 to L is {isoscore:.3f} before training. Above {_ISOTROPIC}, "
+        f"reg.lambda={reg['lambda']:g} has made models predict one class only (docs/study.md); begin with "
+        "reg.lambda=-0.1, or with reg.lambda=10 reg.target_score=keep"
+    )
 
 
 def add_advice(error: Exception, job: Job) -> Exception:

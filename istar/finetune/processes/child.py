@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from istar.drawing.robust_output import make_output_robust
 from istar.drawing.terminal import make_console
-from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, mask_secrets, shorten
+from istar.errors import SHOW_TRACE, LockedError, StoppedError, UserError, describe_stop, mask_secrets, shorten
 from istar.files.parsing import read_json, read_yaml
 from istar.files.writing import write_text
 from istar.finetune.config import schema
@@ -110,8 +110,8 @@ def read_error(
     rank = min(exit_code_by_rank.keys() - error_by_rank.keys())
     exit_code = exit_code_by_rank[rank]
     if -exit_code in signals:
-        name = signal.Signals(-exit_code).name
-        return StoppedError(f"stopped by {name} outside of training; run the same command to resume", -exit_code)
+        stop = describe_stop(-exit_code)
+        return StoppedError(f"{stop} outside of training; run the same command to resume", -exit_code)
     process_label = f"process {rank} of {num_processes}" if num_processes > 1 else "the process of the run"
     end = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
     return _make_user_error(f"{process_label} {end}; the same command resumes from the last checkpoint")

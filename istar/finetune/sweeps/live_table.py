@@ -20,6 +20,7 @@ from istar.errors import UserError
 from istar.files.folders import list_visible
 from istar.files.parsing import read_json, read_record
 from istar.files.writing import write_text
+from istar.runs.key import LABELLED_SETTINGS
 from istar.runs.names import format_metric
 from istar.runs.record import PROGRESS, RunRecord
 from istar.runs.run_rows import selection_sort_key
@@ -93,6 +94,7 @@ class SweepState:
     seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
     expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
+    searched: list[str] = field(default_factory=list)  # keys whose values a search chooses
     entries: list[SweepEntry] = field(default_factory=list)
     format: int = STATE_FORMAT
 
@@ -100,18 +102,21 @@ class SweepState:
         return [entry for entry in self.entries if entry.status in statuses]
 
     def describe(self, entry: SweepEntry) -> str:
-        """Return one line that names a run: its label and the overrides in which it differs from runs of that label."""
-        namesakes = [other for other in self.entries if other.label == entry.label]
-        return " · ".join([entry.label, *list_distinctive_overrides(entry, namesakes)])
+        """Return one line that names a run: its label, and the settings in which it differs from the others."""
+        return " · ".join([entry.label, *self.list_distinctive_overrides(entry)])
 
+    def list_distinctive_overrides(self, entry: SweepEntry) -> list[str]:
+        """Return the searched overrides of a run, and those that not all runs of its task, model and method have.
 
-def list_distinctive_overrides(entry: SweepEntry, others: Sequence[SweepEntry]) -> list[str]:
-    """Return the overrides of a run that not all of `others` have, without the seed."""
-    return [
-        override
-        for override in entry.overrides
-        if not override.startswith("seed=") and not all(override in other.overrides for other in others)
-    ]
+        The seed and the settings in the label of the method are left out.
+        """
+        others = [other for other in self.entries if other.group == entry.group]
+        return [
+            override
+            for override in entry.overrides
+            if (key := override.partition("=")[0].lstrip("+")) not in ("seed", "reg", *LABELLED_SETTINGS)
+            and (key in self.searched or not all(override in other.overrides for other in others))
+        ]
 
 
 class Board:
@@ -261,16 +266,21 @@ def render_sweep(state: SweepState) -> Group:
         counts = [sum(map(group_statuses.count, statuses)) for statuses in _STATUSES_BY_COLUMN.values()]
         table.add_row(*group_key, *map(str, counts))
         if best_entries := find_best_configuration(group_entries):
-            best, mean = best_entries[0], fmean(entry.value or 0 for entry in best_entries)
-            seeds = "1 seed" if len(best_entries) == 1 else f"{len(best_entries)} seeds"
-            score = f"{best.metric} {format_metric(best.metric or '', mean)} ({seeds})"
-            settings = [score, *list_distinctive_overrides(best, group_entries)]
-            lines.append(f"  {best.task} · {best.model} · {best.method}: {', '.join(settings)}")
+            lines.append(f"  {format_best_line(state, best_entries)}")
     lines = ["best so far:", *lines] if lines else []
     for status, title in _RUNNING_TITLES.items():
         entries = state.entries_with(status)
         lines += [f"{title}:", *(_format_progress_line(state, entry) for entry in entries)] if entries else []
     return Group(Text(format_status_line(state)), table, *map(Text, lines))
+
+
+def format_best_line(state: SweepState, best_entries: Sequence[SweepEntry]) -> str:
+    """Return a line about a configuration, with its mean score over its runs, one for each seed."""
+    best, mean = best_entries[0], fmean(entry.value or 0 for entry in best_entries)
+    seeds = "1 seed" if len(best_entries) == 1 else f"{len(best_entries)} seeds"
+    score = f"{best.metric} {format_metric(best.metric or '', mean)} ({seeds})"
+    settings = [score, *state.list_distinctive_overrides(best)]
+    return f"{best.task} · {best.model} · {best.method}: {', '.join(settings)}"
 
 
 def find_best_configuration(entries: Sequence[SweepEntry]) -> list[SweepEntry]:

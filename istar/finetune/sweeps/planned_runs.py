@@ -72,6 +72,9 @@ class SweepRuns:
         self.folder = request.root / live_table.SWEEPS_FOLDER / f"{settings.name}-{sweep_hash}"
         self.output = Output(self.folder, "sweep", "", "choose another sweep.name")
         self.state = SweepState(self.folder.name, request.command, str(request.root), settings.jobs)
+        if settings.search == "optuna":
+            overrides = [override for space in self.space_by_grid.values() for override in space.values()]
+            self.state.searched = sorted({o.get_key_element() for o in overrides if o.is_sweep_override()})
         self.planned: dict[str, Trial] = {}
         # Name of the first grid that contains a run of a configuration, by `SweepEntry.configuration`.
         self.grid_by_configuration: dict[str, str] = {}

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from istar.errors import LockedError, StoppedError, UserError
+from istar.errors import LockedError, StoppedError, UserError, describe_stop
 from istar.finetune.config import SweepConfig, TrainerConfig
 from istar.finetune.processes.forking import ForkedProcess, is_supported
 from istar.finetune.processes.launch import RunProcesses, Spawn, spawn
@@ -52,8 +52,7 @@ def run_trials(
             source.tick()
             time.sleep(0.05)
     if signals:
-        name = signal.Signals(signals[0]).name
-        raise StoppedError(f"stopped by {name}; run the same command to resume", signals[0])
+        raise StoppedError(f"{describe_stop(signals[0])}; run the same command to resume", signals[0])
 
 
 class _TrialPool:

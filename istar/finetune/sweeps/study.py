@@ -302,7 +302,9 @@ def _suggest_override(trial: optuna.trial.Trial, override: Override) -> str:
     is_log, start, end = "log" in sweep.tags, sweep.start or 0, sweep.end or 0
     if _is_integer_interval(sweep):
         return f"{key}={trial.suggest_int(key, int(start), int(end), log=is_log)}"
-    return f"{key}={trial.suggest_float(key, start, end, log=is_log)}"
+    # Tables, commands and configs show the value, so it has few digits.
+    rounded = float(f"{trial.suggest_float(key, start, end, log=is_log):.4g}")
+    return f"{key}={min(max(rounded, start), end)}"
 
 
 def _make_tpe_sampler(seed: int) -> optuna.samplers.BaseSampler:

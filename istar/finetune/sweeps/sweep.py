@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shlex
 import time
 from collections.abc import Iterable
 from contextlib import closing, suppress
@@ -12,18 +13,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from istar.drawing.pictures import render_files
+from istar.drawing.terminal import with_wide_text
 from istar.errors import LockedError, StoppedError, UserError
 from istar.files.writing import is_locked, lock_folder
 from istar.finetune.config import WandbConfig
 from istar.finetune.execute.identify import read_finished_run
 from istar.finetune.sweeps import comparison, pool
 from istar.finetune.sweeps.comparison import ConfigurationsByTask
-from istar.finetune.sweeps.live_table import Board, SweepEntry
+from istar.finetune.sweeps.live_table import Board, SweepEntry, format_best_line
 from istar.finetune.sweeps.planned_runs import SweepRequest, SweepRuns, list_runs
 from istar.finetune.sweeps.sweep_plan import make_plan, print_plan
 from istar.finetune.sweeps.trials import Overrides, Trial
 from istar.runs.record import CONFIG, RESULT, RunRecord, read_result
-from istar.runs.run_rows import describe_smoke_runs, group_by_task
+from istar.runs.run_rows import describe_smoke_runs, group_by_task, selection_sort_key
 
 if TYPE_CHECKING:
     from istar.finetune.sweeps.study import Study
@@ -277,6 +279,11 @@ def print_results(runs: SweepRuns) -> int:
         console.out(describe_smoke_runs(len(finished) - len(records)), highlight=False)
     if records:
         groups: ConfigurationsByTask = group_by_task(records)
+        if runs.request.settings.search == "optuna":
+            groups = {
+                task_and_model: sorted(group, key=lambda trial: selection_sort_key(trial.runs), reverse=True)
+                for task_and_model, group in groups.items()
+            }
         if sum(map(len, groups.values())) > _MAX_COMPARED_CONFIGURATIONS or runs.request.settings.seeds:
             best_names = {entry.name for best_runs in runs.find_best_configurations() for entry in best_runs}
             groups = {
@@ -290,8 +297,11 @@ def print_results(runs: SweepRuns) -> int:
             contents |= {f"{name}.{suffix}": content for suffix, content in files.items()}
         with lock_folder(runs.folder):
             runs.output.write(contents)
-        console.print(comparison.build_comparison_table(groups))
+        console.print(with_wide_text(comparison.build_comparison_table(groups)))
         console.out(f"{runs.folder}: {', '.join(contents)}", highlight=False)
+        if runs.request.settings.search == "optuna":
+            for line in describe_best_trials(runs):
+                console.out(line, highlight=False)
     num_runs = len(runs.state.entries)
     failed_entries = runs.state.entries_with("failed")
     unfinished_entries = runs.state.entries_with("waiting", "stopped", "elsewhere")
@@ -306,3 +316,13 @@ def print_results(runs: SweepRuns) -> int:
     if unfinished_entries and not failed_entries:
         console.out(f"{len(unfinished_entries)} of {num_runs} runs are not done; run the same command to resume them")
     return 1 if failed_entries or unfinished_entries else 0
+
+
+def describe_best_trials(runs: SweepRuns) -> list[str]:
+    """Return two lines for each task, model, method and grid: the best trial of a search, and its command."""
+    program = runs.request.command.partition(" -")[0]
+    lines = []
+    for best_runs in runs.find_best_configurations():
+        lines.append(f"best trial: {format_best_line(runs.state, best_runs)}; its command:")
+        lines.append(f"  {program} {shlex.join(best_runs[0].overrides)}")
+    return lines

@@ -91,6 +91,7 @@ class FineTuner(L.LightningModule):
     Attributes:
         evaluations: metrics and predictions of the latest validation, by the metric suffix of the validation set.
         metrics: all metrics of the latest validation, e.g. `accuracy` and `accuracy_mismatched`.
+        batch_metrics: metrics of the latest micro-batch of this process.
         step_metrics: metrics of the latest logged step, as in `metrics.csv`.
         total_steps: number of optimizer steps of the whole training.
         adds_to_loss: whether the task loss includes what the model itself adds to the loss of its labels.
@@ -119,6 +120,7 @@ class FineTuner(L.LightningModule):
         self.evaluators = dict(evaluators)
         self.step_guard = StepGuard(skip_nonfinite)
         self.total_steps = 0
+        self.batch_metrics: dict[str, Tensor] = {}
         self.step_metrics: dict[str, float] = {}
         self._micro_batches: list[dict[str, Tensor]] = []
         self._num_tokens: Any = 0  # number of tokens, without padding, since `_interval_start`
@@ -139,9 +141,8 @@ class FineTuner(L.LightningModule):
             weighted_penalty = self.penalty.loss()
             terms = self.penalty.terms(loss)
             loss = loss + weighted_penalty.to(loss.dtype)
-        self._micro_batches.append(
-            {"train/loss": loss.detach(), **{f"train/{name}": term for name, term in terms.items()}}
-        )
+        self.batch_metrics = {"train/loss": loss.detach(), **{f"train/{name}": term for name, term in terms.items()}}
+        self._micro_batches.append(self.batch_metrics)
         return loss
 
     def configure_gradient_clipping(
@@ -270,6 +271,11 @@ class FineTuner(L.LightningModule):
         num_steps = self.max_steps or sys.maxsize
         if not self.is_streamed:
             num_steps = min(int(self.trainer.estimated_stepping_batches), num_steps)
+            if self.max_steps is not None and num_steps < self.max_steps:
+                log.warning(
+                    f"the training ends after {num_steps} of trainer.max_steps={self.max_steps} steps, because "
+                    f"trainer.max_epochs={self.trainer.max_epochs} comes first; raise trainer.max_epochs for more"
+                )
         self.total_steps = num_steps
         num_warmup_steps = count_warmup_steps(self.optim.warmup, num_steps)
         scale = partial(scale_learning_rate, self.optim.schedule, num_warmup_steps, num_steps)

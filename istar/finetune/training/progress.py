@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -13,16 +13,20 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.progress import BarColumn, Progress, TextColumn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from istar.drawing.terminal import make_console
 from istar.files.writing import write_text
 from istar.finetune.training.module import FineTuner
-from istar.runs.names import format_metric
+from istar.runs.names import format_metric, isotropy_key
 from istar.runs.record import PROGRESS
 
 _LABELS = {"task_loss": "loss", "isoscore_star": "IsoScore*", "isoscore": "IsoScore", "penalty": "penalty"}
-"""Labels of the metrics `train/<name>`, of which the first two that a training has are shown."""
+"""Labels of the metrics `train/<name>`, of which the first two that a training has are shown.
+
+IsoScore of the last validation takes the place of a penalty without a score.
+"""
 
 
 class RunProgress(L.Callback):
@@ -52,6 +56,9 @@ class RunProgress(L.Callback):
         self._phase, self._task = "", self.bar.add_task("starting", details="")
         self._epoch, self._score, self._num_completed, self._num_batches = "", "", 0, 0
         self._first_step, self._start_time = 0, 0.0
+        # Sums over the micro-batches of the epoch since the start or the resumption, and how many have a value.
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
 
     @rank_zero_only
     def show(self, phase: str, completed: int = 0, total: int | None = None, details: str = "") -> None:
@@ -82,7 +89,7 @@ class RunProgress(L.Callback):
         For a stream, count the steps of the training instead, because the number of batches is unknown.
         """
         assert isinstance(pl_module, FineTuner)
-        self._score = ""
+        self._score, self._sums, self._counts = "", {}, {}
         if pl_module.is_streamed:
             self._epoch, self._num_batches = f"epoch {trainer.current_epoch + 1}", pl_module.total_steps
             return
@@ -97,7 +104,11 @@ class RunProgress(L.Callback):
     ) -> None:
         assert isinstance(pl_module, FineTuner)
         self._num_completed = trainer.global_step if pl_module.is_streamed else batch_idx + 1
-        self.show("", self._num_completed, self._num_batches, self._describe(trainer, pl_module))
+        for name, value in pl_module.batch_metrics.items():  # on the device, so that the host need not wait
+            self._sums[name] = self._sums.get(name, 0) + value.double().nan_to_num()
+            self._counts[name] = self._counts.get(name, 0) + value.isfinite().double()
+        details = self._describe(trainer, pl_module, pl_module.step_metrics)
+        self.show("", self._num_completed, self._num_batches, details)
 
     def on_validation_batch_end(
         self,
@@ -125,12 +136,15 @@ class RunProgress(L.Callback):
     @rank_zero_only
     def _print(self, position: str, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.is_shown:
-            self.console.out(f"{position}{self._describe(trainer, pl_module)}", highlight=False)
+            means = {name: float(total / self._counts[name]) for name, total in self._sums.items()}
+            self.console.out(f"{position}{self._describe(trainer, pl_module, means)}", highlight=False)
 
-    def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule) -> str:
+    def _describe(self, trainer: L.Trainer, pl_module: L.LightningModule, metrics: Mapping[str, float]) -> str:
         """Return the task loss, the score or the value of the penalty, the headline metric and the time left."""
         assert isinstance(pl_module, FineTuner)
-        value_by_label = {label: pl_module.step_metrics.get(f"train/{name}") for name, label in _LABELS.items()}
+        value_by_label: dict[str, Any] = {label: metrics.get(f"train/{name}") for name, label in _LABELS.items()}
+        if {"train/isoscore_star", "train/isoscore"}.isdisjoint(pl_module.batch_metrics):
+            value_by_label["IsoScore"] = trainer.callback_metrics.get(isotropy_key("union"))
         shown = [f" · {label} {value:.3g}" for label, value in value_by_label.items() if value is not None]
         text = "".join([*shown[:2], self._score])
         completed_steps = trainer.global_step - self._first_step

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 
-from istar.errors import StoppedError
+from istar.errors import StoppedError, describe_stop
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 REPEAT_SECONDS = 2.0
@@ -65,8 +65,8 @@ class StopSignal(L.Callback):
 
     def raise_stopped(self, saved_state: str) -> NoReturn:
         assert self.signal_number is not None
-        name = signal.Signals(self.signal_number).name
-        raise StoppedError(f"stopped by {name}: {saved_state}; run the same command to resume", self.signal_number)
+        stop = describe_stop(self.signal_number)
+        raise StoppedError(f"{stop}: {saved_state}; run the same command to resume", self.signal_number)
 
     def _install_handlers(self, trainer: L.Trainer) -> None:
         """Install the handlers of the stop signals, and stop the run if Lightning has already received SIGTERM."""

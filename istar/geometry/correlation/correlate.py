@@ -28,6 +28,8 @@ STATISTICS: dict[str, Any] = {
 """Function that computes each correlation coefficient, by the coefficient's name."""
 MIN_POINTS = 3
 """Smallest number of common points for a correlation; two points always lie on a line."""
+_FEW_POINTS = 10
+"""With nine points, independent series have a correlation beyond 0.6 or -0.6 in 9% of cases."""
 NUM_RESAMPLES = 2_000
 GROUP_COLUMNS = ["model", "source", "layer", "measure", "task"]
 """Columns that identify a row of the table of correlations."""
@@ -106,7 +108,14 @@ def correlate(
         dict(zip(GROUP_COLUMNS, key, strict=True)) | correlate_series(*group[["value", "score"]].to_numpy().T)
         for key, group in joined.groupby(GROUP_COLUMNS, sort=False)
     ]
-    return CorrelationResults(pd.DataFrame(rows), joined, _add_steps(scores, measures), remarks)
+    table = pd.DataFrame(rows)
+    remarks.append(_warn_of_dependence(int(table["n"].min())))
+    return CorrelationResults(table, joined, _add_steps(scores, measures), remarks)
+
+
+def _warn_of_dependence(num_points: int) -> str:
+    few = f" {num_points} points also have high correlations by chance." if num_points < _FEW_POINTS else ""
+    return f"warning: checkpoints of one training depend on each other, so that the intervals are too narrow.{few}"
 
 
 def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: Path) -> pd.DataFrame:
@@ -115,7 +124,9 @@ def _select_names(rows: pd.DataFrame, column: str, names: Sequence[str], path: P
     for name in names:
         has_name = rows[column].add(" ").str.startswith(f"{name} ")
         if not has_name.any():
-            raise UserError(f"--{column} {name}: {path} has no such {column}{did_you_mean(name, [*rows[column]])}")
+            known = list(map(str, rows[column].unique()))
+            hint = f"{did_you_mean(name, known)}; expected one of {', '.join(known)}"
+            raise UserError(f"--{column} {name}: {path} has no such {column}{hint}")
         is_selected |= has_name
     return rows[is_selected]
 

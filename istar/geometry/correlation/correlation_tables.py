@@ -164,7 +164,7 @@ def make_correlation_table(rows: pd.DataFrame) -> Table:
     A single model is in the title, which leaves more of a narrow terminal to the numbers.
     """
     has_published, models = "paper_pearson" in rows, rows["model"].unique()
-    subject = f"the checkpoints of {models[0]}" if len(models) == 1 else "the checkpoints"
+    subject = f"the checkpoints of {models[0]}" if len(models) == 1 and models[0] else "the checkpoints"
     title = f"Correlations over {subject}, with 95% intervals from {NUM_RESAMPLES} bootstrap resamples"
     if has_published:
         title += "; paper: Table 1 of Machina and Mercer (2024), without step 0"

@@ -145,7 +145,7 @@ def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[Measu
         for rank, line in enumerate(find_flags(model.measurements))
     ]
     lines += [line for _, line in sorted(flags, key=itemgetter(0))]
-    last_lines = [line for model in models for line in _warn_of_few_points(model.measurements)][:1]
+    last_lines = [line for model in models for line in warn_of_few_points(model.measurements)][:1]
     if len(models) == 1 and not is_training:
         measured = models[0].measurements
         last_lines = [*_describe_largest_gap(measured), *_describe_all_layers(measured), *last_lines]
@@ -246,7 +246,7 @@ def _format_range(value_by_layer: Mapping[str, float], decimals: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _warn_of_few_points(measured: Measurements) -> list[str]:
+def warn_of_few_points(measured: Measurements) -> list[str]:
     """Return a line on the state with the fewest points, or groups of them, for its dimensions, if they are few."""
     words = TEXTS["words"][measured.kind]
     shares = {}

@@ -11,6 +11,7 @@ from istar.drawing.terminal import make_console
 from istar.geometry.collect.measures_file import Measurements
 from istar.geometry.collect.trajectory_file import Trajectory, TrajectoryPlan
 from istar.geometry.show.compare import SUMMARY_MEASURES, TEXTS, MeasuredModel, describe_points
+from istar.geometry.show.findings import warn_of_few_points
 from istar.geometry.show.measured_training import MeasuredTraining
 from istar.geometry.show.model_tables import build_model_sheet, build_training_sheet
 from istar.measures.catalogue import find_measure
@@ -64,7 +65,7 @@ def make_model_table(label: str, measured: Measurements) -> Table:
     ]
     matrices = [f"I(W), both signs: {'; '.join(matrix_texts)}."] if matrix_texts else []
     rows = {state: [measures.get(name, math.nan) for name in headers] for state, measures in measured.all_texts.items()}
-    caption = " ".join([*describe_points(measured), *matrices])
+    caption = " ".join([*warn_of_few_points(measured), *describe_points(measured), *matrices])
     return number_table(make_title(model), model.words["state"], headers.values(), rows, caption)
 
 

@@ -13,7 +13,7 @@ from istar.finetune.config.groups import check_keys
     "override", ["optim.lrr=1", "optim.beta=1", "+data.bach_size=3", "++task.limit_trian=3", "run.rot="]
 )
 def test_misspelt_keys_that_are_refused_before_torch_is_imported(override: str) -> None:
-    with pytest.raises(UserError, match=r"^\w+\.\w+: there is no such key; did you mean \w+\.\w+\?; `python train.py"):
+    with pytest.raises(UserError, match=r"^\w+\.\w+: there is no such key; did you mean \w+\.\w+\?; `istar train"):
         check_keys([override])
 
 

@@ -322,8 +322,8 @@ WORDINGS = {
     "reg.estimator=unbaised": "reg.estimator=unbaised is not known; did you mean unbiased?; expected one of shrinkage, "
     "unbiased",
     "task.limit_train=1.5": "task.limit_train: Value '1.5' of type 'float' could not be converted to Integer",
-    "xyzzy=3": "xyzzy: there is no such key; `python train.py --cfg job` lists all",
-    "+reg.weight=3": "reg.weight: there is no such key; did you mean reg.variance_weight?; `python train.py "
+    "xyzzy=3": "xyzzy: there is no such key; `istar train --cfg job` lists all",
+    "+reg.weight=3": "reg.weight: there is no such key; did you mean reg.variance_weight?; `istar train "
     "--cfg job` lists all",
     "reg=cosreg reg.zeta=0.3": "reg.zeta belongs to reg=istar or random_direction, which is not selected",
     "logger.project=x": "logger.project belongs to logger=wandb, which is not selected",
@@ -334,6 +334,11 @@ WORDINGS = {
     "~reg.name": "reg.name is missing; give it on the command line: reg.name=<value>",
 }
 """By overrides: the whole message, one of each kind."""
+
+
+@pytest.mark.parametrize("name", ["bert-base-cased", "org/some-model"])
+def test_a_hub_id_as_an_option_names_the_option_for_it(name: str) -> None:
+    assert f"a hub id or a folder is model=auto model.name={name}; otherwise" in read_refusal(f"model={name}")
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -89,9 +89,9 @@ def two_process_run(own_cache: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def assert_stopped(done: Done, signal_number: int, message: str = r"saved at step \d+") -> None:
     """Assert that a call was stopped by this signal, with its exit code and one line on stderr."""
-    name = signal.Signals(signal_number).name
+    stop = "interrupted" if signal_number == signal.SIGINT else f"stopped by {signal.Signals(signal_number).name}"
     assert done.code == 128 + signal_number, done
-    assert re.fullmatch(f"error: stopped by {name}: {message}; run the same command to resume", done.line())
+    assert re.fullmatch(f"{stop}: {message}; run the same command to resume", done.line())
 
 
 # ---- ways to start
@@ -312,7 +312,7 @@ def test_a_stopped_sweep_within_sbatch(tmp_path, start, single_process_run):
     """The run is one process although the job has two tasks."""
     command = ("-m", "seed=1", *LONG)
     stopped = start(tmp_path, *command, **SBATCH_VARIABLES).until_it_trains().send(signal.SIGTERM).wait()
-    assert (stopped.code, stopped.line()) == (143, "error: stopped by SIGTERM; run the same command to resume")
+    assert (stopped.code, stopped.line()) == (143, "stopped by SIGTERM; run the same command to resume")
     assert re.search(r"seed 1: stopped by SIGTERM: saved at step \d+; run the same command to resume", stopped.stdout)
     start(tmp_path, *command, **SBATCH_VARIABLES).wait().well()
     logs = "".join(path.read_text() for path in tmp_path.glob("runs/sweeps/*/logs/*"))
@@ -351,7 +351,7 @@ def test_ctrl_c_before_the_callbacks_hear_it(small, monkeypatch):
     with preserve_signal_handlers():
         # A shell may have started the tests in the background, where SIGINT is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with pytest.raises(StoppedError, match=r"^stopped by SIGINT: the last checkpoint is kept; run") as error:
+        with pytest.raises(StoppedError, match=r"^interrupted: the last checkpoint is kept; run") as error:
             run(small())
         assert error.value.exit_code == 130
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -435,7 +435,7 @@ def test_a_lost_process_and_a_stop_under_torchrun(tmp_path, start, two_process_r
     job = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).until_it_trains().send(signal.SIGTERM)
     done = job.wait()
     assert done.code != 0
-    assert "error: stopped by SIGTERM: saved at step" in done.stderr
+    assert "stopped by SIGTERM: saved at step" in done.stderr
     job.until_it_is_gone()
     done = start(tmp_path, *TWO_PROCESSES, python=torchrun_arguments()).wait()
     assert done.code == 0, done.stderr

@@ -309,8 +309,23 @@ def test_configurations_of_a_method_are_told_apart() -> None:
         for number, rate in ((0, 1e-5), (0, 3e-5), (1, 1e-5), (1, 3e-5), (2, 1e-5))
     ]
     [group] = group_by_task(records).values()
-    labels = ["Base lr=1e-05", "Base lr=3e-05", f"{METHODS[1]} lr=1e-05", f"{METHODS[1]} lr=3e-05", METHODS[2]]
+    labels = [
+        "Base lr=1e-05",
+        "Base lr=3e-05",
+        f"{METHODS[1]} lr=1e-05",
+        f"{METHODS[1]} lr=3e-05",
+        f"{METHODS[2]} lr=1e-05",
+    ]
     assert [configuration.label for configuration in group] == labels
     table = format_comparison_as_markdown(group_by_task(records)).splitlines()
     assert [split_cells(row)[2] for row in table[2:]] == labels
     assert [line.label for line in build_comparison_plots(group_by_task(records))[0].panels[0].lines] == labels
+
+
+def test_trials_of_a_search_name_every_setting() -> None:
+    """Each trial has its own lambda, so the learning rate used to differ between no two runs of one label."""
+    records = [with_settings(make_drawn_record(n), optim={"lr": rate}) for n, rate in ((1, 1e-5), (2, 3e-5))]
+    [group] = group_by_task(records).values()
+    labels = [f"{METHODS[1]} lr=1e-05", f"{METHODS[2]} lr=3e-05"]
+    assert METHODS[1].split(" ")[0] == METHODS[2].split(" ")[0]
+    assert [configuration.label for configuration in group] == labels

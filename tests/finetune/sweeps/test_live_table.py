@@ -121,12 +121,12 @@ def test_the_best_configuration_has_the_best_mean_over_its_seeds(metric: str, di
     entries = []
     for lambda_, merits in {"-1": (0.9, 0.1), "1": (0.6, 0.8), "2": (0.5, 0.7)}.items():
         for seed, merit in enumerate(merits, start=1):
-            overrides = "task=rte", f"reg.lambda={lambda_}", f"seed={seed}"
+            overrides = "task=rte", f"reg.lambda={lambda_}", f"optim.lr={lambda_}", f"seed={seed}"
             scores = {"metric": metric, "value": direction * merit, "selection_merit": merit}
             entries.append(make_entry(seed, status="finished", configuration=lambda_, overrides=overrides, **scores))
     score = "accuracy 70.00" if metric == "accuracy" else "perplexity -0.70"
     text = render_text(make_state(*entries))
-    assert f"best so far:\n  rte · bert · I-STAR λ=-1 ζ=0.4: {score} (2 seeds), reg.lambda=1\n" in text
+    assert f"best so far:\n  rte · bert · I-STAR λ=-1 ζ=0.4: {score} (2 seeds), optim.lr=1\n" in text
 
 
 def test_the_best_configuration_has_the_most_seeds_and_examples_as_in_the_report() -> None:
@@ -140,7 +140,7 @@ def test_the_best_configuration_has_the_most_seeds_and_examples_as_in_the_report
     assert [entry.configuration for entry in live_table.find_best_configuration(entries)] == ["best"] * 2
 
 
-def test_lines_name_the_settings_in_which_runs_of_one_label_differ() -> None:
+def test_lines_name_the_settings_in_which_runs_of_one_method_differ() -> None:
     """Runs of a grid over the learning rate used to have lines of one name."""
     slow, fast = (
         make_entry(number, seed=1, status="running", overrides=["task=rte", f"optim.lr={rate}", "seed=1"])
@@ -149,7 +149,7 @@ def test_lines_name_the_settings_in_which_runs_of_one_label_differ() -> None:
     other_seed = make_entry(3, status="running", overrides=["task=rte", "optim.lr=1e-05", "seed=3"])
     state = make_state(slow, fast, other_seed)
     label = "rte · bert · I-STAR λ=-1 ζ=0.4 · seed"
-    names = [f"{label} 1 · optim.lr=1e-05", f"{label} 1 · optim.lr=3e-05", f"{label} 3"]
+    names = [f"{label} {seed} · optim.lr={rate}" for seed, rate in ((1, "1e-05"), (1, "3e-05"), (3, "1e-05"))]
     assert [state.describe(entry) for entry in state.entries] == names
     assert all(f"  {name}: starting" in render_text(state) for name in names)
     fast.status, fast.metric, fast.value = "finished", "accuracy", 0.5
@@ -157,6 +157,12 @@ def test_lines_name_the_settings_in_which_runs_of_one_label_differ() -> None:
     assert format_result_line(state, fast) == f"[1/3] {names[1]}: accuracy 50.00, collapsed (60 s)"
     slow.status, slow.error, slow.log = "failed", "no such layer", "logs/run1.log"
     assert format_result_line(state, slow).endswith(": failed: no such layer (logs/run1.log)")
+
+
+def test_the_line_of_a_trial_has_all_searched_settings_but_lambda_once() -> None:
+    overrides = ["reg=istar", "reg.lambda=0.3", "optim.lr=0.002", "data.batch_size=8", "seed=1"]
+    state = make_state(make_entry(1, method="I-STAR λ=0.3 ζ=0.4", overrides=overrides), searched=["optim.lr"])
+    assert state.describe(state.entries[0]) == "rte · bert · I-STAR λ=0.3 ζ=0.4 · seed 1 · optim.lr=0.002"
 
 
 def test_the_file_is_kept_up_to_date(composed: Any, tmp_path: Path) -> None:

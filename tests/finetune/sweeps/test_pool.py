@@ -130,7 +130,7 @@ def test_a_signal_stops_all_and_begins_no_other(composed: Any, tmp_path: Path) -
 
     source = Stopping(composed(), "a", "b", "c")
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(StoppedError, match=r"stopped by SIGINT; run the same command to resume") as error:
+    with pytest.raises(StoppedError, match=r"interrupted; run the same command to resume") as error:
         execute(source, tmp_path)
     assert error.value.exit_code == 128 + signal.SIGINT
     assert source.outcome_by_run == {"a": "stopped", "b": "stopped"}

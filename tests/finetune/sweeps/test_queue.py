@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -395,3 +396,24 @@ def test_a_search_waits(make_runs: Callable[..., SweepRuns], locks: ExitStack, m
     ).trials
     complete = {trial.params["seed"]: trial.value for trial in trials if trial.state.name == "COMPLETE"}
     assert complete == {"1": 0.1, "2": 0.2, "3": 0.3}
+
+
+def test_the_end_of_a_search_names_the_best_trial_and_its_command(
+    make_runs: Callable[..., SweepRuns], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "build_comparison_plots", lambda records: [])
+    intervals = "reg.lambda=interval(-1,1)", "optim.lr=interval(1e-4,1e-2)"
+    sweep_runs = make_runs(*intervals, "sweep.search=optuna", *TINY)
+    sweep_runs.console = Console(width=1000, file=StringIO())
+    for value, weight, rate in ((0.5, 0.2, 0.001), (0.9, 0.3, 0.002), (0.7, 0.4, 0.003)):
+        trial = sweep_runs.add_run((f"reg.lambda={weight}", f"optim.lr={rate}", *TINY))
+        record = make_finished_record(trial.name, trial.config, value)
+        write_result(record, sweep_runs.request.root / trial.name)
+        trial.entry.apply_record(record)
+    assert sweep.print_results(sweep_runs) == 0
+    lines = sweep_runs.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[-2].endswith("I-STAR λ=0.3 ζ=0.4: accuracy 90.00 (1 seed), optim.lr=0.002; its command:")
+    assert lines[-1] == f"  python train.py reg.lambda=0.3 optim.lr=0.002 {' '.join(TINY)}"
+    table = (sweep_runs.folder / "comparison.md").read_text()
+    labels = [f"I-STAR λ={weight} ζ=0.4 lr={rate}" for weight, rate in ((0.3, 0.002), (0.4, 0.003), (0.2, 0.001))]
+    assert re.findall(r"I-STAR [^|]*\w", table) == labels

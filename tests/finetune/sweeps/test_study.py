@@ -50,6 +50,14 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("in_memory")
+def test_a_rounded_value_stays_in_its_range(tmp_path: Path) -> None:
+    study = open_study(tmp_path, ["reg.lambda=interval(0.123456,0.123457)"], trials=1)
+    suggestion = study.ask()
+    assert suggestion is not None
+    assert suggestion[1] in (("reg.lambda=0.123456",), ("reg.lambda=0.123457",))
+
+
+@pytest.mark.usefixtures("in_memory")
 def test_values_lie_in_their_ranges(tmp_path: Path) -> None:
     study = open_study(tmp_path, trials=3)
     suggested_values = []
@@ -61,6 +69,8 @@ def test_values_lie_in_their_ranges(tmp_path: Path) -> None:
         assert run_values["reg"] == "istar"
         assert -5 <= float(run_values["reg.lambda"]) <= 5
         assert 1e-5 <= float(run_values["optim.lr"]) <= 1e-3
+        for key in ("reg.lambda", "optim.lr"):
+            assert float(run_values[key]) == float(f"{float(run_values[key]):.4g}")
         assert run_values["reg.zeta"] in ("0.2", "0.4")
         assert 8 <= int(run_values["data.batch_size"]) <= 32
     stored_study = optuna.load_study(study_name=study.name, storage=study.storage)

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from istar.finetune.training.module import FineTuner
 from istar.finetune.training.progress import RunProgress
 from istar.finetune.training.refresh import ShrinkageCovariance
 from istar.finetune.training.trainer import StopAfterLastStep
+from istar.finetune.training.validation_isoscore import ValidationIsoScore
 from istar.regularizers import IStar
 from istar.runs.record import PROGRESS
 from tests.finetune.training.conftest import Setting, trainer
@@ -30,19 +32,33 @@ def hide_values(line: str) -> str:
 
 
 class MetricRecorder(L.Callback):
-    """Records the task loss and the accuracy at the end of each epoch."""
+    """Records the task losses and the accuracy of each epoch."""
 
     def __init__(self) -> None:
         self.values: list[tuple[float, float]] = []
+        self._losses: list[float] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        task_loss = pl_module.task_loss
+
+        def record_loss(batch: Any) -> Any:
+            loss = task_loss(batch)
+            self._losses.append(loss.item())
+            return loss
+
+        pl_module.task_loss = record_loss
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.values.append((pl_module.step_metrics["train/task_loss"], pl_module.metrics["accuracy"]))
+        self.values.append((fmean(self._losses), pl_module.metrics["accuracy"]))
+        self._losses = []
 
 
 def test_outside_a_terminal_each_epoch_has_a_line(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
     """A loss of -0.1 would look like an error, so the penalty is not part of it. The metric is in percent."""
     shown, recorder = RunProgress(is_shown=True), MetricRecorder()
-    fitting = trainer(shown, recorder, max_epochs=2, accumulate_grad_batches=2, **VALIDATED)
+    # Fewer steps than the logging interval used to show neither loss nor IsoScore*.
+    settings = {**VALIDATED, "log_every_n_steps": 1000}
+    fitting = trainer(shown, recorder, max_epochs=2, accumulate_grad_batches=2, **settings)
     with shown.bar:
         fitting.fit(setting.module(IStar(-1.0, 0.0)), setting.data(batch_size=40))
     lines = capsys.readouterr().out.splitlines()
@@ -54,6 +70,16 @@ def test_outside_a_terminal_each_epoch_has_a_line(setting: Setting, capsys: pyte
         assert f" · loss {loss:.3g} · " in line
         assert f" · accuracy {100 * accuracy:.2f}" in line
     assert max(map(len, lines)) <= 80
+
+
+def test_without_a_penalty_the_line_has_isoscore_of_the_validation(
+    setting: Setting, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, isotropy = RunProgress(is_shown=True), ValidationIsoScore()
+    trainer(isotropy, shown, max_epochs=1, **VALIDATED).fit(setting.module(), setting.data(batch_size=40))
+    [line] = capsys.readouterr().out.splitlines()
+    assert hide_values(line) == "epoch 1/1 · loss . · IsoScore . · accuracy ."
+    assert f" · IsoScore {isotropy.scores['union']:.3g} · " in line
 
 
 def test_a_validation_within_an_epoch_has_a_line(setting: Setting, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +145,12 @@ def test_a_resumed_training_continues_at_its_epoch_with_the_time_left(
     module, shown = setting.module(), RunProgress(is_shown=True)
     module.total_steps, module.step_metrics = 20, {"train/task_loss": 0.25}
     resumed: Any = SimpleNamespace(
-        current_epoch=2, global_step=12, num_training_batches=10, accumulate_grad_batches=2, is_global_zero=True
+        current_epoch=2,
+        global_step=12,
+        num_training_batches=10,
+        accumulate_grad_batches=2,
+        is_global_zero=True,
+        callback_metrics={},
     )
     clock = SimpleNamespace(perf_counter=lambda: 100.0)
     monkeypatch.setattr(progress, "time", clock)

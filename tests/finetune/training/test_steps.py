@@ -262,3 +262,16 @@ def test_biases_and_layer_norms_are_not_decayed(setting):
     undecayed_names = {names[id(parameter)] for parameter in undecayed["params"]}
     assert undecayed_names == {name for name in names.values() if "LayerNorm" in name or name.endswith("bias")}
     assert len(decayed["params"]) + len(undecayed["params"]) == len(names)
+
+
+@pytest.mark.parametrize("max_steps", [3, 8])
+def test_a_training_that_ends_before_max_steps_says_so(setting, harness, caplog, max_steps):
+    """An epoch has 5 steps; in other libraries, the number of steps replaces the number of epochs."""
+    module = setting.module()
+    module.max_steps = max_steps
+    with caplog.at_level("WARNING", logger="istar"):
+        harness.trainer(max_epochs=1).fit(module, datamodule=setting.data(batch_size=40))
+    lines = [record.message for record in caplog.records if "the training ends after" in record.message]
+    assert bool(lines) == (max_steps == 8)
+    for line in lines:
+        assert line.startswith("the training ends after 5 of trainer.max_steps=8 steps, because trainer.max_epochs=1 ")

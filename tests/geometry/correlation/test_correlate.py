@@ -344,7 +344,8 @@ SCORES = "revision,MR\nr1,3\nr2,4\nr3,1\n"
         (GOOD, "sep=;\nstep;MR\n1000;high\n", [], "scores.csv, line 3: MR is 'high'; expected a number"),
         (GOOD, "step,MR\nmain,3\n", [], "scores.csv, line 2: step is 'main'; expected a number"),
         ("revision,isoscore\nstep1,1\na-step1,2\n", "step,MR\n1,3\n", [], "has several rows for a step"),
-        (GOOD, SCORES, ["--measure", "isoscor"], "did you mean isoscore?"),
+        (GOOD, SCORES, ["--measure", "isoscor"], "did you mean isoscore?; expected one of isoscore"),
+        ("revision,a,b\nr1,1,2\n", SCORES, ["--measure", "x"], "has no such measure; expected one of a, b"),
         (GOOD, SCORES, ["--omit", "r9"], "--omit r9: neither "), (GOOD, SCORES, ["--task", "MX"], "--task MX: "),
         ("model,revision,isoscore\na,r1,1\n", "model,revision,MR\nb,r1,1\n", [], "the revisions r1 of a, "),
         ("model,revision,isoscore\na,r1,1\nb,r1,1\n", SCORES, [], "geometry.csv has the models a, b, but the scores"),
@@ -357,6 +358,19 @@ def test_an_error_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("num_points", [9, 10])
+def test_few_and_dependent_points_are_named(
+    tmp_path: Path, num_points: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    geometry, scores, _, _ = simulate_training(num_points)
+    assert run(tmp_path, geometry, scores) == 0
+    output = capsys.readouterr().out
+    assert "checkpoints of ," not in output
+    [line] = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert "depend on each other" in line
+    assert ("9 points also have high correlations by chance" in line) == (num_points < 10)
 
 
 def test_unusable_files_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
