@@ -42,8 +42,7 @@ class Line:
     y_error: tuple[float, ...] = ()  # half-widths of the error bars or of the band of `y`; empty for none
     hollow: tuple[bool, ...] = ()  # whether the marker of each point is hollow; empty if none is
     crossed: tuple[bool, ...] = ()  # whether each point has a red cross; empty if none has
-    colour_scale: str = ""  # `diverging`, `sequential`, or empty for a colour of the palette
-    scale_position: float = math.inf  # on the colour scale, which runs from -1 or 0 to 1; also orders the lines
+    scale_position: float = math.inf  # on a colour scale from 0 to 1; also orders the lines. Infinite for the palette
 
 
 ORIGIN = (0.0, "origin")
@@ -63,6 +62,7 @@ class Panel:
     vertical_line: tuple[float, str] | None = None  # x and label of a dashed reference line
     column_names: tuple[str, ...] = ()  # names of a heatmap's columns
     y_bounds: tuple[float, float] | None = None  # smallest and largest possible y; None if they are not known
+    y_range: tuple[float, float] | None = None  # the same, but the axis is only as long as the values need
     log_y: bool = False  # whether the y axis of this panel is logarithmic; see also `Plot.log_y`
 
 

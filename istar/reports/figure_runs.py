@@ -11,7 +11,7 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel
 from istar.reports import configurations
-from istar.runs.names import BASE_LABEL, axis_label
+from istar.runs.names import BASE_LABEL, axis_label, metric_range
 from istar.statistics.arguments import is_finite
 
 _SYMBOLS = {"reg.lambda": "λ", "reg.zeta": "ζ", "reg.layers": "layer"}
@@ -120,4 +120,5 @@ def build_panel(selection: FigureRuns, lines: Sequence[Line], y_label: str = "")
         first_run["model"],
         fixed_settings="; ".join(notes),
         y_bounds=(0, 1) if y_label else None,
+        y_range=None if y_label else metric_range(first_run["metric"]),
     )

@@ -13,10 +13,9 @@ import pandas as pd
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
 from istar.measures.catalogue import MEASURES
-from istar.reports import paper
-from istar.reports.configurations import Cell, by_model_and_task
-from istar.reports.method_comparisons import select_runs_by_method
-from istar.runs.names import PROBE, axis_label, reading_key, scale_for_display
+from istar.reports.configurations import by_model_and_task
+from istar.reports.method_comparisons import Method, select_runs_by_method
+from istar.runs.names import PROBE, axis_label, metric_range, reading_key, scale_for_display
 from istar.runs.record import METRICS_FILE, RunRecord
 
 _LOSS_COLUMN, _LOSS_LABEL = "train/task_loss", "training loss"
@@ -33,20 +32,19 @@ _MAX_BINS = 50
 log = logging.getLogger(__name__)
 
 
-def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> list[Plot]:
-    """Return two plots, the validation loss and the headline metric against the epoch, for the runs in Table 1."""
+def build_learning_curve_plots(methods: Iterable[Method], records: Mapping[str, RunRecord]) -> list[Plot]:
+    """Return two plots with a line for each method: the validation loss and the headline metric against the epoch."""
     loss_panels, metric_panels = [], []
-    for _, cell_group in groupby((cell for cell in cells if cell.seeds), key=lambda cell: (cell.model, cell.task)):
-        task_cells = list(cell_group)
-        metric = task_cells[0].metrics[0]
-        loss_panels.append(_build_learning_curve_panel(task_cells, records, "loss", "validation loss"))
-        metric_panels.append(_build_learning_curve_panel(task_cells, records, metric, axis_label(metric)))
+    for (_, _, metric), group in groupby(methods, key=lambda method: (method.model, method.task, method.metric)):
+        task_methods = list(group)
+        loss_panels.append(_build_learning_curve_panel(task_methods, records, "loss", "validation loss"))
+        metric_panels.append(_build_learning_curve_panel(task_methods, records, metric, axis_label(metric)))
     return [
         Plot(
             name,
             title,
-            caption=f"{quantity} on the validation set after each epoch, for the runs in Table 1: mean over seeds, "
-            "band: standard deviation.",
+            caption=f"{quantity} on the validation set after each epoch, for the runs in the table of all methods: mean "
+            "over seeds, band: standard deviation.",
             kind="line",
             x_label="epoch",
             panels=tuple(panel for panel in panels if panel.lines),
@@ -59,18 +57,18 @@ def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunR
 
 
 def _build_learning_curve_panel(
-    cells: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, y_label: str
+    methods: Sequence[Method], records: Mapping[str, RunRecord], metric: str, y_label: str
 ) -> Panel:
     lines = []
-    for cell in cells:
-        epochs = [epoch for folder in cell.runs["folder"] for epoch in records[folder].epochs]
+    for method in methods:
+        epochs = [epoch for folder in method.runs["folder"] for epoch in records[folder].epochs]
         values = pd.Series(
             [scale_for_display(metric, epoch["metrics"].get(metric, math.nan)) for epoch in epochs],
             index=[int(epoch["epoch"]) for epoch in epochs],
             dtype=float,
         )
-        lines += _make_mean_lines(paper.FAMILIES[cell.family], values[np.isfinite(values)])
-    return Panel(y_label, lines, cells[0].task, cells[0].model)
+        lines += _make_mean_lines(method.name, values[np.isfinite(values)])
+    return Panel(y_label, lines, methods[0].task, methods[0].model, y_range=metric_range(metric))
 
 
 def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
