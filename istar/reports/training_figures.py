@@ -43,8 +43,8 @@ def build_learning_curve_plots(methods: Iterable[Method], records: Mapping[str, 
         Plot(
             name,
             title,
-            caption=f"{quantity} on the validation set after each epoch, for the runs in the table of all methods: mean "
-            "over seeds, band: standard deviation.",
+            caption=f"{quantity} on the validation set after each epoch, for the runs in the table of all methods: "
+            "mean over seeds, band: standard deviation.",
             kind="line",
             x_label="epoch",
             panels=tuple(panel for panel in panels if panel.lines),

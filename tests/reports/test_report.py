@@ -420,6 +420,7 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     [panel] = paper_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
     assert panel.lines[1].label == "I-STAR λ=-1 ζ=0.4"
     assert np.isnan(panel.lines[1].y[0])
+    assert panel.y_bounds is None  # only an IsoScore is at most 1
     assert panel.lines[1].y[1:] == pytest.approx(make_geometry(runs[4])["two_nn"][1:])
     [panel] = paper_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
