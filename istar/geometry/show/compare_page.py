@@ -53,6 +53,8 @@ MODEL_KIND = PageKind(
     (measures_file.JSON_FILE, measures_file.CSV_FILE, CARD_FILE, measures_file.EXAMPLES_FILE),
 )
 COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
+_OVERVIEW = "isotropy"
+"""Name of the figure with which a page begins."""
 _DEFINITIONS = ("Definitions of the measures", "#measures")
 TRAININGS_KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TRAININGS_FILE,))
 
@@ -255,11 +257,8 @@ def _make_plots(content: PageContent) -> list[Plot]:
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path) -> list[Section]:
     remaining = dict(sheets)
     described_models = list_last_checkpoints(content.trainings) if content.trainings else content.models
-    sections = [
-        Section("findings", "What stands out", findings.describe_findings(described_models, content.trainings)),
-        Section("reading", "How to read this", content.notes, about=_explain_page(content), link=_DEFINITIONS),
-    ]
-    sections += [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
+    tables = [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
+    figures: dict[str, Section] = {}
     plots = _make_plots(content)
     pictures = render_pictures(plots, out / page_folder.FIGURES)
     for plot in plots:
@@ -269,7 +268,15 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path)
         # The table of the matrices belongs to the figure of I(W), but has more measures.
         sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
         note = _explain_missing_panels(plot) if content.is_of_texts else ""
-        sections.append(Section(plot.name, plot.title, (), sheet, pictures[plot.name], note, about=about))
+        figures[plot.name] = Section(plot.name, plot.title, (), sheet, pictures[plot.name], note, about=about)
+    overview = [figures.pop(_OVERVIEW)] if _OVERVIEW in figures else []
+    sections = [
+        Section("findings", "What stands out", findings.describe_findings(described_models, content.trainings)),
+        *overview,
+        Section("reading", "How to read this", content.notes, about=_explain_page(content), link=_DEFINITIONS),
+        *tables,
+        *figures.values(),
+    ]
     sections += map(_make_table_section, remaining.values())
     sections.append(Section("measures", "Definitions of the measures", about=_define_measures(content.models)))
     if content.command:

@@ -188,7 +188,7 @@ def test_what_is_missing_is_explained(pages: dict[str, Path], tmp_path: Path) ->
                 measures.pop(name, None)
     out = compare_page.write_model(measured, tmp_path / "page").parent
     text = read_text(out)
-    assert "not defined in any layer: InterSim, IntraSim, IntraSim - InterSim." in text
+    assert "not defined in any layer: IntraSim, IntraSim - InterSim." in text
     assert "Not on this page: Cosines by layer;" in text
     assert "This architecture has no final normalization with a gain" in text
     assert "There are no standard errors from groups of documents" in text
