@@ -72,7 +72,7 @@ def _check_measure(measure: Measure, measured: Measurements) -> tuple[float, str
     fields = {**measured.all_texts.get(place, {}), **words, "value": values[place], "width": measured.width_of(place)}
     if measure.subject == "matrices":
         fields["centered"] = measured.matrices[place]["centered"][measure.name]
-    line = (values[place] == 1 and measure.flag_of_one or measure.flag).format(**fields)
+    line = ((values[place] == 1 and measure.flag_of_one) or measure.flag).format(**fields)
     return excess, line[0].upper() + line[1:]
 
 

@@ -134,7 +134,8 @@ def test_a_training_has_lines_for_layers_and_trainings_for_models() -> None:
     axis = axis_figures.make_step_axis([training])
     plots = {plot.name: plot for plot in axis_figures.plot_measures(axis, WIDTH)}
     lines = plots["isotropy"].panels[0].lines
-    assert [line.label for line in lines] == ["embeddings", "layer 1", "layer 2", "final norm"]
+    assert [line.label for line in lines] == 2 * ["embeddings", "layer 1", "layer 2", "final norm"]
+    assert [line.variant for line in lines] == 4 * [""] + 4 * ["unbiased"]
     assert lines[1].x == (0, 1, 2, 4, 8)
     assert lines[1].y == pytest.approx([make_value("isoscore", 1) + index for index in range(5)])
     assert lines[1].y_error == pytest.approx([T_QUANTILE * 0.01] * 5)
