@@ -144,6 +144,20 @@ def test_an_axis_ends_with_the_range_of_a_metric(values: tuple[float, ...], y_ra
     assert all(max(bottom, y_range[0]) <= tick <= min(top, y_range[1]) for tick in axes.get_yticks())
 
 
+def test_a_variant_of_a_line_is_dashed_and_in_the_legend_once() -> None:
+    lines = [Line(label, xs, xs, variant=variant) for variant in ("", "unbiased") for label, xs in
+             (("a", (1.0, 2.0)), ("b", (1.0, 2.0)), ("b", (3.0,)))]  # fmt: skip
+    plot = make_plot(*lines)
+    figure = rendering._draw_figure(plot)
+    drawn = figure.axes[0].lines
+    assert [line.get_linestyle() for line in drawn] == ["-", "--", "-", "-", "--", "-"]
+    assert [line.get_fillstyle() for line in drawn if len(line.get_xdata()) == 1] == ["full", "none"]
+    assert drawn[0].get_color() == drawn[1].get_color() != drawn[2].get_color() == drawn[4].get_color()
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b", "dashed: unbiased"]
+    assert {*tabulate_points(plot)["line"]} == {"a", "b", "a, unbiased", "b, unbiased"}
+
+
 def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
     line, mark = Line("one", (0.0, 1.0), (3.0, 4.0), y_error=(0.1, 0.1)), Line("one", (1.2,), (5.0,), y_error=(0.5,))
     panel = Panel("norm", (line, mark))

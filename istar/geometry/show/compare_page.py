@@ -16,7 +16,7 @@ import pandas as pd
 
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
-from istar.drawing.page_tables import Sheet, make_markdown_table, number_entry
+from istar.drawing.page_tables import Sheet, fold_columns, make_markdown_table, number_entry
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.outputs import Output
@@ -227,7 +227,7 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
     if len(content.trainings) > 1:
         sheets.append(model_tables.build_training_sheet(content.trainings))
     elif content.kind is not MODEL_KIND and content.is_of_texts:
-        sheets.append(model_tables.build_model_sheet(models))
+        sheets.append(model_tables.build_model_sheet(models, "checkpoint" if content.trainings else "model"))
     if not content.trainings:
         sheets.append(model_tables.build_layer_sheet(models))
     if len(models) > 1:
@@ -237,7 +237,8 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
     if models:
         sheets += [model_tables.join_sheets(detailed, build) for build in model_tables.MODEL_SHEET_BUILDERS]
     # The page of a text model names what is missing. Other models cannot have it.
-    return [sheet for sheet in sheets if sheet.rows or (content.is_of_texts and sheet.name != "gaps")]
+    shown = [sheet for sheet in sheets if sheet.rows or (content.is_of_texts and sheet.name != "gaps")]
+    return [fold_columns(sheet) if sheet.name in ("models", "layers", "differences") else sheet for sheet in shown]
 
 
 def _make_plots(content: PageContent) -> list[Plot]:

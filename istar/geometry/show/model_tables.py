@@ -123,8 +123,10 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     )
 
 
-def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
+def build_model_sheet(models: Sequence[MeasuredModel], subject: str = "model") -> Sheet:
     """Return the table with a row for each model or checkpoint: its size, its last layer, I(W) and its final norm.
+
+    `subject` says which of both the models are.
 
     I(W) is for the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only this
     convention is comparable between models.
@@ -151,7 +153,9 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         cells = {name: number_with_interval(measures, name, model.num_groups) for name in compare.SUMMARY_MEASURES}
         rows.append({**row, "weights": measurements.weights})
         shown.append({**row, **cells})
-    return _make_sheet("models", pd.DataFrame(shown), pd.DataFrame(rows))
+    sheet = _make_sheet("models", pd.DataFrame(shown), pd.DataFrame(rows), {"subject": subject})
+    headers = (subject, *sheet.header[1:])
+    return replace(sheet, header=headers, descriptive=("type", "layers", "dimensions", "points", "matrix"))
 
 
 _TRAINING_COLUMNS = {
@@ -201,6 +205,7 @@ def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         group_rows_by_model(filter(itemgetter("is_last"), rows), format_row),
         pd.DataFrame(rows),
         group_header=subject,
+        descriptive=("error",),
     )
 
 
