@@ -53,12 +53,12 @@ def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
         styles[plot.reference_label] = {"color": INK, "marker": "s"}
         # No other line has the marker of the reference.
         markers = markers.replace("s", "")
-    labels.sort(key=lambda label: line_by_label[label].scale_position if label in line_by_label else math.inf)
+    positions = {label: line.scale_position for label, line in line_by_label.items()}
+    labels.sort(key=lambda label: positions.get(label, math.inf))
     for index, label in enumerate(labels):
-        line = line_by_label.get(label)
-        is_on_scale = line is not None and math.isfinite(line.scale_position)
+        position = positions.get(label, math.inf)
         styles[label] = {
-            "color": choose_scale_colour(line.scale_position) if is_on_scale else PALETTE[index % len(PALETTE)],
+            "color": choose_scale_colour(position) if position <= 1 else PALETTE[index % len(PALETTE)],
             "marker": markers[index % len(markers)],
             "linestyle": ("-", "--", ":")[index // len(PALETTE) % 3],
         }

@@ -74,7 +74,7 @@ def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
             for signs in ("as_computed", "both")
         )
         measured |= {column: measures["raw"][name] for column, name in _NORM_MEASURES.items()}
-        rows.append({"model": model.label, "source": "istar", **measured})
+        rows.append({"model": model.label, "source": "signs as computed", **measured})
         rows.append({"model": model.label, "source": "both signs", **both_signs})
         published = dict(read_published_table("table1", "model").get(find_paper_model(model), {}))
         if model.metadata["components"] is not None:

@@ -129,7 +129,7 @@ def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSecti
         ),
         _show_table(over_tasks, empty_note=" ".join(over_tasks.notes) or _NO_RUN),
         *show_figures(*training_figures.build_learning_curve_plots(compared_methods.methods, records)),
-        *show_figures(*training_figures.build_training_plots(all_runs)),
+        *show_figures(*training_figures.build_training_plots(compared_methods.methods)),
         _show_table(paper_tables.build_cost_sheet(all_runs, shrinkage_seconds)),
         _list_missing_seeds(compared_methods),
         _show_table(

@@ -63,13 +63,17 @@ def tiny(folder: Path) -> ModelEmbeddings:
 def test_table_1_has_the_measures_and_those_of_the_paper(tiny: ModelEmbeddings) -> None:
     sheet = embed_tables.make_table1([replace(tiny, label="gpt2"), replace(tiny, label="mine")])
     rows = {(row["model"], row["source"]): row for row in sheet.frame.to_dict("records")}
-    assert [source for model, source in rows if model == "gpt2"] == ["istar", "both signs", "paper", "difference"]
-    assert [source for model, source in rows if model == "mine"] == ["istar", "both signs"]
+    assert [source for model, source in rows if model == "gpt2"] == [
+        "signs as computed", "both signs", "paper", "difference",
+    ]  # fmt: skip
+    assert [source for model, source in rows if model == "mine"] == ["signs as computed", "both signs"]
     forms = compute_forms(get_embeddings())
     both_signs = rows["gpt2", "both signs"]
     for name, form in (("raw", "raw"), ("centered", "centered"), ("post_processed", "all_but_the_top")):
         assert both_signs[f"isotropy_{name}"] == pytest.approx(compute_isotropy(forms[form]), rel=1e-6)
-    istar_row, paper_row, difference_row = (rows["gpt2", source] for source in ("istar", "paper", "difference"))
+    istar_row, paper_row, difference_row = (
+        rows["gpt2", source] for source in ("signs as computed", "paper", "difference")
+    )
     norms, norm_of_mean = np.linalg.norm(forms["raw"], axis=1), np.linalg.norm(forms["raw"].mean(0))
     assert istar_row["average_norm"] == pytest.approx(norms.mean(), rel=1e-9)
     assert istar_row["mean_vector_norm"] == pytest.approx(norm_of_mean, rel=1e-9)
