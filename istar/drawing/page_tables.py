@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -13,6 +13,7 @@ from rich.table import Table
 from istar.drawing.terminal import make_console
 
 EMPTY_CELL = "-"
+_EMPTY_TEXTS = {"", EMPTY_CELL, "\u2013"}
 _MAX_HEADER = 12
 """Most characters of a header in one line."""
 
@@ -97,6 +98,7 @@ class Sheet:
     notes: tuple[str, ...] = ()  # sentences below the table
     num_row_headers: int = 1  # number of leading columns that identify a row
     group_header: str = "model"  # header of the groups' names
+    descriptive: tuple[str, ...] = ()  # headers of columns that `fold_columns` moves into a note if they are constant
 
     @property
     def rows(self) -> list[list[Entry]]:
@@ -109,6 +111,28 @@ class Sheet:
             return list(self.header), self.rows
         rows = [[Entry(group), *row] for group, group_rows in self.rows_by_group.items() for row in group_rows]
         return [self.group_header, *self.header], rows
+
+
+def fold_columns(sheet: Sheet) -> Sheet:
+    """Return a table without empty columns, and with a note instead of each descriptive column of a single value.
+
+    Only the display changes: the frame keeps all columns. A table of one row keeps its descriptive columns.
+    """
+    kept, folded = [], []
+    for index, (header, *cells) in enumerate(zip(sheet.header, *sheet.rows, strict=True)):
+        texts = {entry.text for entry in cells}
+        if len(texts) == 1 < len(cells) and header in sheet.descriptive and not texts <= _EMPTY_TEXTS:
+            folded.append(f"{' '.join(header.split())} {texts.pop()}")
+        elif index < sheet.num_row_headers or not texts <= _EMPTY_TEXTS:
+            kept.append(index)
+    return replace(
+        sheet,
+        header=tuple(sheet.header[index] for index in kept),
+        rows_by_group={
+            group: [[row[index] for index in kept] for row in rows] for group, rows in sheet.rows_by_group.items()
+        },
+        notes=(*([f"In all rows: {'; '.join(folded)}."] if folded else []), *sheet.notes),
+    )
 
 
 def to_terminal_table(sheet: Sheet) -> Table:

@@ -37,8 +37,8 @@ _MAX_TICKS, _MAX_NAMES = 12, 40
 def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
     """Return colour, marker and line style by label, as matplotlib's keyword arguments.
 
-    A label has the same style in all panels. The line of `plot.reference_label` is black and comes first. Lines with a
-    colour scale follow by their positions on it, then the others in the given order.
+    A label has the same style in all panels. The line of `plot.reference_label` is black and comes first. Lines on the
+    colour scale follow by their positions, then the others in the given order.
     """
     line_by_label = {line.label: line for panel in plot.panels for line in panel.lines}
     labels = list(dict.fromkeys([*plot.labels, *line_by_label]))
@@ -53,29 +53,22 @@ def assign_line_styles(plot: Plot) -> dict[str, dict[str, Any]]:
         styles[plot.reference_label] = {"color": INK, "marker": "s"}
         # No other line has the marker of the reference.
         markers = markers.replace("s", "")
-    labels.sort(key=lambda label: line_by_label[label].scale_position if label in line_by_label else math.inf)
+    positions = {label: line.scale_position for label, line in line_by_label.items()}
+    labels.sort(key=lambda label: positions.get(label, math.inf))
     for index, label in enumerate(labels):
-        line = line_by_label.get(label)
-        scale_colour = choose_scale_colour(line) if line is not None and line.colour_scale else ""
+        position = positions.get(label, math.inf)
         styles[label] = {
-            "color": scale_colour or PALETTE[index % len(PALETTE)],
+            "color": choose_scale_colour(position) if position <= 1 else PALETTE[index % len(PALETTE)],
             "marker": markers[index % len(markers)],
             "linestyle": ("-", "--", ":")[index // len(PALETTE) % 3],
         }
-    return styles
+    return {label: style for label, style in styles.items() if label in line_by_label}
 
 
-def choose_scale_colour(line: Line) -> str:
-    """Return the colour of a line with a colour scale; positions beyond the scale get the colour at its end.
-
-    The diverging scale is red below 0 and blue above, the darker the farther from 0.
-    """
-    if line.colour_scale == "sequential":
-        # The brightest part of the map is not visible on white.
-        return to_hex(matplotlib.colormaps["viridis"](0.88 * min(max(line.scale_position, 0.0), 1.0)))
-    share = min(abs(line.scale_position), 1.0)
-    # The map is white in the middle.
-    return to_hex(matplotlib.colormaps["RdBu"](0.5 + math.copysign(0.2 + 0.3 * share, line.scale_position)))
+def choose_scale_colour(position: float) -> str:
+    """Return the colour at a position from 0 to 1 of the colour scale."""
+    # The brightest part of the map is not visible on white.
+    return to_hex(matplotlib.colormaps["viridis"](0.88 * position))
 
 
 def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
@@ -163,8 +156,14 @@ def _set_y_range(axes: Axes, plot: Plot, panel: Panel) -> None:
     """Set the limits of the y axis for bounded measures, and for values that differ only by rounding errors.
 
     The axis shows the whole range of a bounded measure, unless the values span little of it. Then it shows the part
-    with the values, from 0 if the range begins at 0. The values of all panels with the same limits count.
+    with the values, from 0 if the range begins at 0. The values of all panels with the same limits count. An axis with
+    a `y_range` ends there, with room for a marker but without a tick beyond.
     """
+    if panel.y_range is not None:
+        (low, high), (bottom, top) = panel.y_range, axes.get_ylim()
+        margin = 0.03 * (top - bottom)
+        axes.set_yticks([tick for tick in axes.get_yticks() if max(low, bottom) <= tick <= min(high, top)])
+        axes.set_ylim(max(bottom, low - margin), min(top, high + margin))
     panels = find_panels_with_same_y_axis(plot, panel)
     finite_ys = [y for other in panels for line in other.lines for y in line.y if math.isfinite(y)]
     _hide_rounding_errors(axes, finite_ys)
@@ -205,7 +204,12 @@ def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
 def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
     if kind == "line":
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
-        axes.plot(line.x, line.y, label=line.label, linewidth=1.6 if has_markers else 1.2, **style)
+        label = line.label
+        if line.variant and len(line.x) > 1:
+            style, label = {**style, "linestyle": "--", "marker": ""}, f"dashed: {line.variant}"
+        elif line.variant:
+            style, label = {**style, "fillstyle": "none"}, ""
+        axes.plot(line.x, line.y, label=label, linewidth=1.6 if has_markers else 1.2, **style)
         if any(line.y_error) and len(line.x) == 1:
             axes.errorbar(line.x, line.y, line.y_error, fmt="none", ecolor=style["color"], capsize=3, elinewidth=1.1)
         elif any(line.y_error):

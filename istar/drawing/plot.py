@@ -42,8 +42,8 @@ class Line:
     y_error: tuple[float, ...] = ()  # half-widths of the error bars or of the band of `y`; empty for none
     hollow: tuple[bool, ...] = ()  # whether the marker of each point is hollow; empty if none is
     crossed: tuple[bool, ...] = ()  # whether each point has a red cross; empty if none has
-    colour_scale: str = ""  # `diverging`, `sequential`, or empty for a colour of the palette
-    scale_position: float = math.inf  # on the colour scale, which runs from -1 or 0 to 1; also orders the lines
+    variant: str = ""  # what tells the line, which is dashed, from the solid line with the same label
+    scale_position: float = math.inf  # on a colour scale from 0 to 1; also orders the lines. Infinite for the palette
 
 
 ORIGIN = (0.0, "origin")
@@ -63,6 +63,7 @@ class Panel:
     vertical_line: tuple[float, str] | None = None  # x and label of a dashed reference line
     column_names: tuple[str, ...] = ()  # names of a heatmap's columns
     y_bounds: tuple[float, float] | None = None  # smallest and largest possible y; None if they are not known
+    y_range: tuple[float, float] | None = None  # the same, but the axis is only as long as the values need
     log_y: bool = False  # whether the y axis of this panel is logarithmic; see also `Plot.log_y`
 
 
@@ -213,9 +214,14 @@ def tabulate_points(plot: Plot) -> pd.DataFrame:
             names = panel.column_names or [plot.x_names.get(x, "").replace("\n", " ") for x in line.x]
             for x, name, y, error in zip(line.x, names, line.y, errors, strict=True):
                 panel_name = " ".join(filter(None, (panel.title, panel.model)))
-                keys = {"panel": panel_name, "quantity": panel.y_label, "line": line.label}
+                keys = {"panel": panel_name, "quantity": panel.y_label, "line": name_line(line)}
                 rows.append({**keys, "x": x, "x_name": name, "y": y, "y_error": error})
     return pd.DataFrame(rows)
+
+
+def name_line(line: Line) -> str:
+    """Return the label of a line with its variant."""
+    return ", ".join(filter(None, (line.label, line.variant)))
 
 
 def describe(plot: Plot) -> str:
@@ -232,9 +238,10 @@ def describe(plot: Plot) -> str:
 
 
 def _describe_line(line: Line, plot: Plot) -> str:
+    name = name_line(line)
     finite_points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
     if not finite_points:
-        return f"{line.label} without a number"
+        return f"{name} without a number"
     if plot.kind == "scatter":
         return f"{line.label}, {len(finite_points)} points"
     if plot.kind == "heatmap":
@@ -248,5 +255,5 @@ def _describe_line(line: Line, plot: Plot) -> str:
         highest_x, _ = max(finite_points, key=itemgetter(1))
         return f"{line.label} from {first_x} to {last_x}, most at {highest_x:.4g}"
     if len(finite_points) == 1:
-        return f"{line.label} {first_y} at {first_x}"
-    return f"{line.label} from {first_y} at {first_x} to {last_y} at {last_x}"
+        return f"{name} {first_y} at {first_x}"
+    return f"{name} from {first_y} at {first_x} to {last_y} at {last_x}"

@@ -31,11 +31,14 @@ _RANK_BINS = 30
 
 
 def make_plots(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> list[Plot]:
-    """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency."""
+    """Return the plots of Figures 1 to 6 of *Too Much in Common*, and of norms by frequency.
+
+    Figure 2, which is not about any model, needs a model of the paper.
+    """
     return [
         make_projection_plot(models),
         make_singular_value_plot(models),
-        *make_sphere_plots(),
+        *(make_sphere_plots() if any(map(embed_tables.find_paper_model, models)) else ()),
         make_unused_plot(models),
         make_frequency_plot(models, words),
         make_norm_plot(models),

@@ -1,6 +1,7 @@
 """HTML page of `istar embed`: the tables and figures of *Too Much in Common* for one or more embedding matrices."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +25,9 @@ _ANISOTROPIC, _ISOTROPIC = 0.5, 0.9
 """A raw matrix is flagged if I(W) is at most the first value. If it is at least the second after centering, only the
 mean makes the matrix anisotropic."""
 _MAX_FLAGS = 4
+
+
+_TEXTS = read_page_texts("istar.embeddings")
 
 
 def make_contents(
@@ -68,7 +72,13 @@ def make_tables(models: Sequence[ModelEmbeddings], words: pd.DataFrame) -> dict[
         sheets += [embed_tables.make_table2(models), embed_tables.make_table3(models)]
     if not words.empty:
         sheets.append(embed_tables.make_coverage_table(models, words))
-    return {sheet.name: sheet for sheet in sheets}
+    return {sheet.name: replace(sheet, title=_make_title("tables", sheet.name, models)) for sheet in sheets}
+
+
+def _make_title(kind: str, name: str, models: Sequence[ModelEmbeddings]) -> str:
+    texts = _TEXTS[kind][name]
+    has_number = "number" in texts and any(map(embed_tables.find_paper_model, models))
+    return f"{texts['number']}: {texts['title']}" if has_number else texts["title"]
 
 
 def describe_anisotropy(models: Sequence[ModelEmbeddings]) -> list[str]:
@@ -93,37 +103,37 @@ def describe_anisotropy(models: Sequence[ModelEmbeddings]) -> list[str]:
             "after centering; 1 is isotropic."
         )
     num_others = len(flagged) - len(flags)
-    return flags + ([f"{num_others} more in Table 1."] if num_others else [])
+    return flags + ([f"{num_others} more in the first table."] if num_others else [])
 
 
 def _make_page(
     models: Sequence[ModelEmbeddings], sheets: Mapping[str, Sheet], words: pd.DataFrame, out: Path, command: str
 ) -> Page:
-    texts = read_page_texts("istar.embeddings")
     sections = [
         Section("findings", "What stands out", describe_anisotropy(models)),
-        Section("reading", "How to read this", about=list(texts["reading"].values())),
+        Section("reading", "How to read this", about=list(_TEXTS["reading"].values())),
     ]
     for name in ("table1", "table2", "table3"):
-        table_texts = texts["tables"][name]
-        empty_note = "" if name in sheets else table_texts["missing"]
-        sections.append(Section(name, table_texts["title"], (), sheets.get(name), (), empty_note, is_wide=True))
+        empty_note = "" if name in sheets else _TEXTS["tables"][name]["missing"]
+        title = _make_title("tables", name, models)
+        sections.append(Section(name, title, (), sheets.get(name), (), empty_note, is_wide=True))
     plots = embed_figures.make_plots(models, words)
     pictures = render_pictures(plots, out / page_folder.FIGURES)
     for plot in plots:
-        empty_note = "" if plot.panels else texts["figures"][plot.name]["missing"]
+        empty_note = "" if plot.panels else _TEXTS["figures"][plot.name]["missing"]
         sheet = sheets.get("figure4_coverage") if plot.name == "figure4_frequencies" else None
-        section = Section(plot.name, plot.title, (), sheet, pictures[plot.name], empty_note, about=[plot.caption])
+        title = _make_title("figures", plot.name, models)
+        section = Section(plot.name, title, (), sheet, pictures[plot.name], empty_note, about=[plot.caption])
         sections.append(section)
     if command:
         sections.append(Section("reproduce", "This page", ("This page and its files:",), commands=[command]))
     labels = ", ".join(model.label for model in models)
     noun = "model" if len(models) == 1 else "models"
-    num_rows = sum(model.measures_by_form["raw"]["rows"] for model in models)
+    sizes = [(model.label, model.measures_by_form["raw"]) for model in models]
     return Page(
         title=f"Embedding matrices of {labels if len(models) <= 3 else f'{len(models)} models'}",
         subject_line=(noun.capitalize(), labels, f"measured by istar {version('istar')}"),
         generator=EMBEDDINGS_KIND.generator,
-        summary=[(str(len(models)), noun), (f"{num_rows:,}", "embeddings")],
+        summary=[(f"{size['rows']:,} \u00d7 {size['dimensions']:,}", label) for label, size in sizes],
         sections=sections,
     )

@@ -74,7 +74,7 @@ def make_table1(models: Sequence[ModelEmbeddings]) -> Sheet:
             for signs in ("as_computed", "both")
         )
         measured |= {column: measures["raw"][name] for column, name in _NORM_MEASURES.items()}
-        rows.append({"model": model.label, "source": "istar", **measured})
+        rows.append({"model": model.label, "source": "signs as computed", **measured})
         rows.append({"model": model.label, "source": "both signs", **both_signs})
         published = dict(read_published_table("table1", "model").get(find_paper_model(model), {}))
         if model.metadata["components"] is not None:
@@ -246,8 +246,8 @@ def _make_embedding_sheet(
     The files, and the title and caption in `texts.toml`, have the name `name`. Differences and gains also get a sign.
     `is_bold` says by column which numbers are bold.
     """
-    names = [column for column in ("form", "source") if column in frame]
-    columns = [str(column) for column in frame if column not in ("model", *names)]
+    names = [name for name in ("form", "source") if name in frame and (name == "form" or frame[name].nunique() > 1)]
+    columns = [str(column) for column in frame if column not in ("model", "form", "source")]
     rows_by_model: dict[str, list[list[Entry]]] = {}
     for index, row in enumerate(frame.to_dict("records")):
         entries = [Entry(FORM_NAMES.get(row[column], row[column])) for column in names]

@@ -34,6 +34,7 @@ class Measure:
         paper: source of the definition.
         meaning: sentences for the caption of its figure, or words for a table.
         figure: figure that shows it; see `FIGURES`.
+        twin: measure of which it is another estimate. Figures over layers or steps have both in one panel.
         bounds: ends of its axis, with `d` for the number of dimensions; None for an axis around the values.
         log: whether its axis is logarithmic if the values need it.
         error: what its standard error needs of each group of documents: `points`, sums over points, or `covariance`,
@@ -43,6 +44,7 @@ class Measure:
         needs_inter_sim: figures show it only where InterSim is at least this.
         flag: sentence on an unusual value, with the fields `layer`, `value` and `width`, all measures of the layer, and
             words for what was measured, such as `units`.
+        flag_of_one: the same sentence for the value 1.
         flag_at_least: smallest unusual value. The bounds of flags are conventions of this project, not tests: most
             published encoders and decoders of the papers do not reach them in most of their layers.
         flag_at_most: largest unusual value, if small values are unusual.
@@ -61,6 +63,7 @@ class Measure:
     paper: str = ""
     meaning: str = ""
     figure: str = ""
+    twin: str = ""
     bounds: tuple[float, float | Literal["d"]] | None = None
     log: bool = False
     error: Literal["", "points", "covariance"] = ""
@@ -68,6 +71,7 @@ class Measure:
     compared: bool = False
     needs_inter_sim: float | None = None
     flag: str = ""
+    flag_of_one: str = ""
     flag_at_least: float | None = None
     flag_at_most: float | None = None
 

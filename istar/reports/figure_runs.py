@@ -11,7 +11,7 @@ import pandas as pd
 
 from istar.drawing.plot import Line, Panel
 from istar.reports import configurations
-from istar.runs.names import BASE_LABEL, axis_label
+from istar.runs.names import BASE_LABEL, axis_label, metric_range
 from istar.statistics.arguments import is_finite
 
 _SYMBOLS = {"reg.lambda": "λ", "reg.zeta": "ζ", "reg.layers": "layer"}
@@ -86,7 +86,7 @@ def group_by_number(runs: pd.DataFrame, column: str) -> dict[Any, pd.DataFrame]:
 def build_panel(selection: FigureRuns, lines: Sequence[Line], y_label: str = "") -> Panel:
     """Return a panel of lines with a description of the settings that its runs share.
 
-    Without `y_label`, which is an IsoScore, the label is the headline metric.
+    Without `y_label`, the label is the headline metric.
     """
     varied, symbol = selection.varied, _SYMBOLS[selection.varied]
     first_run = configurations.row_dicts(selection.selected.head(1))[0]
@@ -119,5 +119,6 @@ def build_panel(selection: FigureRuns, lines: Sequence[Line], y_label: str = "")
         first_run["task"],
         first_run["model"],
         fixed_settings="; ".join(notes),
-        y_bounds=(0, 1) if y_label else None,
+        y_bounds=(0, 1) if y_label.startswith("IsoScore") else None,
+        y_range=None if y_label else metric_range(first_run["metric"]),
     )

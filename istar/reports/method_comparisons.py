@@ -214,10 +214,17 @@ def _compute_minimum_detectable_effect_size(num_pairs: int, level: float) -> flo
 
 
 def _collect_methods(runs: pd.DataFrame) -> list[Method]:
+    """Return the methods of one model and task with finished runs: Base first, then the others by name.
+
+    `configurations.find_best_group` chooses the configuration that is shown.
+    """
     methods = []
-    for name, chosen_runs in select_runs_by_method(runs[runs["usable"]]).items():
-        method_runs = runs[runs["method"] == name]
+    for name, method_runs in runs.groupby("method"):
         finished_runs = method_runs[method_runs["usable"]]
+        if finished_runs.empty:
+            continue
+        best = configurations.find_best_group(finished_runs, "configuration")
+        chosen_runs = finished_runs[finished_runs["configuration"] == best].sort_values("seed")
         first_run = chosen_runs.iloc[0]
         # If only some of the configurations have held-out data, the choice among all of them uses the reported set.
         is_held_out = finished_runs["chosen_on"].eq(configurations.HELD_OUT).all()
@@ -226,7 +233,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 model=str(first_run["model"]),
                 task=str(first_run["task"]),
                 metric=str(first_run["metric"]),
-                name=name,
+                name=str(name),
                 short_name=str(first_run["method_name"]),
                 runs=chosen_runs,
                 trials_by_limits=_find_trials_by_limits(method_runs),
@@ -234,23 +241,7 @@ def _collect_methods(runs: pd.DataFrame) -> list[Method]:
                 selection_set=configurations.HELD_OUT if is_held_out else configurations.VALIDATION,
             )
         )
-    return methods
-
-
-def select_runs_by_method(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return the best configuration's runs, ordered by seed, for each method: Base first, then the others by name.
-
-    `configurations.find_best_group` chooses the best configuration. `runs` are the usable runs of one model and task,
-    from `configurations.add_selection_columns`.
-    """
-    runs_by_method = {
-        str(name): method_runs[
-            method_runs["configuration"] == configurations.find_best_group(method_runs, "configuration")
-        ]
-        for name, method_runs in runs.groupby("method")
-    }
-    ordered_names = sorted(runs_by_method, key=lambda name: (name != BASE_LABEL, name))
-    return {name: runs_by_method[name].sort_values("seed") for name in ordered_names}
+    return sorted(methods, key=lambda method: (method.name != BASE_LABEL, method.name))
 
 
 def _find_trials_by_limits(runs: pd.DataFrame) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from istar.drawing.plot import Panel, Plot
 from istar.reports.configurations import describe_hyperparameters, row_dicts
 from istar.reports.method_comparisons import ComparedMethods, Method, MethodComparison
 from istar.reports.paper_figures import MARKER_LEGEND, build_mean_point
-from istar.runs.names import axis_label, count_decimals, format_difference, format_number
+from istar.runs.names import axis_label, count_decimals, format_difference, format_number, metric_range
 from istar.statistics import ALPHA, POWER, paired
 from istar.statistics.conclusions import Verdict, conclusion, verdict
 from istar.statistics.paired import mean_and_std
@@ -57,9 +57,10 @@ def build_methods_sheet(compared_methods: ComparedMethods) -> Sheet:
         notes=(
             "Each method is shown with the settings that have the most seeds, then the largest validation set, then "
             "the best mean on the set on which they were chosen.",
-            "A dash stands for p where the runs allow no conclusion; the CSV file has the number.",
+            "Where the runs allow no conclusion, p is only in the CSV file.",
         ),
         num_row_headers=2,
+        descriptive=("trials", "chosen\non", "collapsed", "settings"),
     )  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def build_all_methods_plot(compared_methods: ComparedMethods) -> Plot:
             for method in task_methods
         )
         if len(points) > 1:
-            panels.append(Panel(axis_label(metric), points, task, model))
+            panels.append(Panel(axis_label(metric), points, task, model, y_range=metric_range(metric)))
     return Plot(
         name="all_methods",
         title="All methods: isotropy and performance",

@@ -28,8 +28,6 @@ from istar.runs.record import RunRecord
 MARKER_LEGEND = "Hollow: fewer seeds than other points. Crossed: all runs have collapsed to constant predictions."
 TRUE_SCORE = 0.86734
 """IsoScore of the distribution in Figure 2."""
-_LARGEST_LAMBDA = 5.0
-"""Absolute value of lambda at the ends of its colour scale."""
 
 
 def build_minibatch_stability_plot() -> Plot:
@@ -45,7 +43,7 @@ def build_minibatch_stability_plot() -> Plot:
         points, means, deviations = (tuple(rows[column].astype(float)) for column in ("points", "mean", "std"))
         line = Line(str(label), points, means, y_error=deviations)
         zeta = float(rows["zeta"].iloc[0])  # NaN for a line without a fixed zeta
-        lines.append(line if math.isnan(zeta) else replace(line, colour_scale="sequential", scale_position=zeta))
+        lines.append(line if math.isnan(zeta) else replace(line, scale_position=zeta))
     truth = TRUE_SCORE, f"truth ({TRUE_SCORE:.2f})"
     panel = Panel("IsoScore*", lines, y_bounds=(0, 1), horizontal_line=truth)
     return Plot(
@@ -79,8 +77,8 @@ def build_isotropy_performance_plot(all_runs: pd.DataFrame, geometry_by_folder: 
     for selection in selections:
         max_seeds = max(map(len, selection.runs_by_value.values()))
         lines = [
-            replace(build_mean_point("", runs, isotropy_by_folder, max_seeds), **_style_lambda(lambda_))
-            for lambda_, runs in selection.runs_by_value.items()
+            build_mean_point(_name_method(runs), runs, isotropy_by_folder, max_seeds)
+            for runs in selection.runs_by_value.values()
         ]
         panels.append(build_panel(selection, lines))
     return Plot(
@@ -231,26 +229,19 @@ def _build_curve_panels(
     panels = []
     for selection in selections:
         lines = []
-        for lambda_, runs in selection.runs_by_value.items():
+        for runs in selection.runs_by_value.values():
             curves = pd.DataFrame([y_by_folder[folder] for folder in runs["folder"]], dtype=float)
             curves = curves.replace([math.inf, -math.inf], math.nan)
             # The standard deviation of a single run is undefined.
             deviations = tuple(curves.std()) if len(curves) > 1 else ()
             xs = tuple(map(float, curves.columns))
-            lines.append(Line(x=xs, y=tuple(curves.mean()), y_error=deviations, **_style_lambda(lambda_)))
+            lines.append(Line(_name_method(runs), xs, tuple(curves.mean()), y_error=deviations))
         panels.append(build_panel(selection, lines, y_label))
     return panels
 
 
-def _style_lambda(lambda_: float | str) -> dict[str, Any]:
-    """Return the label and colour fields of a line; a lambda has the same colour in every figure."""
-    if isinstance(lambda_, str):  # Base
-        return {"label": lambda_}
-    return {
-        "label": f"λ = {lambda_:g}",
-        "colour_scale": "diverging",
-        "scale_position": lambda_ / _LARGEST_LAMBDA,
-    }
+def _name_method(runs: pd.DataFrame) -> str:
+    return str(runs["method"].iloc[0])
 
 
 def build_zeta_ablation_plot(all_runs: pd.DataFrame) -> Plot:

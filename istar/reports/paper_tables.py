@@ -64,6 +64,7 @@ def build_table1_sheet(cells: Sequence[Cell]) -> Sheet:
         ),
         notes=tuple(f"{', '.join(tasks)}: {settings}." for settings, tasks in tasks_by_settings.items()),
         num_row_headers=2,
+        descriptive=("seeds", "chosen\non", "pairs"),
     )  # fmt: skip
 
 
@@ -197,6 +198,7 @@ def build_table2_sheet(cells: Sequence[Cell], all_runs: pd.DataFrame) -> Sheet:
         rows_by_group=group_rows_by_model(rows, _format_table2_row),
         # With dtype object, the counts remain integers although they are missing for averages.
         frame=pd.DataFrame(rows, dtype=object).drop(columns="all_collapsed", errors="ignore"),
+        descriptive=("seeds", "pairs tried", "chosen on"),
     )
 
 

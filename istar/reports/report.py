@@ -11,7 +11,7 @@ from rich.console import Console
 
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
-from istar.drawing.page_tables import Sheet
+from istar.drawing.page_tables import Sheet, fold_columns
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot
 from istar.drawing.terminal import make_progress
@@ -21,6 +21,7 @@ from istar.reports import (
     geometry_file,
     method_comparisons,
     method_tables,
+    paper,
     paper_figures,
     paper_tables,
     sweep_commands,
@@ -29,6 +30,7 @@ from istar.reports import (
 )
 from istar.reports.method_comparisons import ComparedMethods
 from istar.reports.run_frame import Runs, read_runs
+from istar.runs.labels import shorten_model_name
 from istar.runs.names import BASE_LABEL
 from istar.statistics import conclusions
 
@@ -113,6 +115,7 @@ def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSecti
     cells = configurations.select_cells(all_runs)
     compared_methods = method_comparisons.compare_methods(all_runs, reference)
     shrinkage_seconds = {path: record.timing.get("shrinkage") or () for path, record in records.items()}
+    has_paper_model = any(shorten_model_name(str(name)) in paper.MODELS for name in all_runs["model.name"])
     over_tasks = task_averages.build_over_tasks_sheet(compared_methods)
 
     def make_commands(artefact: str) -> list[str]:
@@ -122,7 +125,7 @@ def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSecti
     def show_figures(*plots: Plot) -> list[ReportSection]:
         return [_show_figure(plot, make_commands(plot.name)) for plot in plots]
 
-    return [
+    sections = [
         _show_conclusions(compared_methods, reference),
         _show_table(
             method_tables.build_methods_sheet(compared_methods),
@@ -130,8 +133,8 @@ def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSecti
             is_wide=True,
         ),
         _show_table(over_tasks, empty_note=" ".join(over_tasks.notes) or _NO_RUN),
-        *show_figures(*training_figures.build_learning_curve_plots(cells, records)),
-        *show_figures(*training_figures.build_training_plots(all_runs)),
+        *show_figures(*training_figures.build_learning_curve_plots(compared_methods.methods, records)),
+        *show_figures(*training_figures.build_training_plots(compared_methods.methods)),
         _show_table(paper_tables.build_cost_sheet(all_runs, shrinkage_seconds)),
         _list_missing_seeds(compared_methods),
         _show_table(
@@ -139,8 +142,8 @@ def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSecti
         ),
         _show_table(paper_tables.build_table1_sheet(cells), commands=make_commands("table1"), is_wide=True),
         _show_table(paper_tables.build_table2_sheet(cells, all_runs), commands=make_commands("table2")),
+        *(show_figures(paper_figures.build_minibatch_stability_plot()) if has_paper_model else ()),
         *show_figures(
-            paper_figures.build_minibatch_stability_plot(),
             paper_figures.build_isotropy_performance_plot(all_runs, geometry_by_folder),
             paper_figures.build_mean_activation_plot(all_runs, geometry_by_folder),
             paper_figures.build_intrinsic_dimension_plot(all_runs, geometry_by_folder),
@@ -150,6 +153,14 @@ def compute_sections(runs: Runs, root: Path, reference: str) -> list[ReportSecti
         ),
         _show_own_command(root, reference),
     ]
+    names = tuple(dict.fromkeys(method.name for method in compared_methods.methods))
+    return [section._replace(plot=section.plot and _colour_by_method(section.plot, names)) for section in sections]
+
+
+def _colour_by_method(plot: Plot, names: tuple[str, ...]) -> Plot:
+    """Return a plot whose methods have the colours that they have on the whole page, if its lines are methods."""
+    is_of_methods = {line.label for panel in plot.panels for line in panel.lines} <= {*names}
+    return replace(plot, labels=names, reference_label=BASE_LABEL) if is_of_methods else plot
 
 
 def _show_table(
@@ -163,7 +174,7 @@ def _show_table(
     is_wide: bool = False,
 ) -> ReportSection:
     """Return the section of a table, with a guide after its caption, and a plot below it."""
-    has_plot = plot is not None and bool(plot.panels)
+    has_plot, sheet = plot is not None and bool(plot.panels), fold_columns(sheet)
     # The caption of a table is folded if it is long, and includes the caption of its figure.
     captions = [sheet.caption, guide, plot.caption if plot is not None and has_plot else ""]
     content = Section(
@@ -175,14 +186,13 @@ def _show_table(
         commands=commands,
         is_wide=is_wide,
     )
-    return ReportSection(content, replace(plot, reference_label=BASE_LABEL) if plot and has_plot else None, sheet)
+    return ReportSection(content, plot if has_plot else None, sheet)
 
 
 def _show_figure(plot: Plot, commands: Sequence[str]) -> ReportSection:
     if not plot.panels:
         return ReportSection(Section(plot.name, plot.title, empty_note=_NO_RUN, commands=commands))
-    content = Section(plot.name, plot.title, [plot.caption], commands=commands)
-    return ReportSection(content, replace(plot, reference_label=BASE_LABEL))
+    return ReportSection(Section(plot.name, plot.title, [plot.caption], commands=commands), plot)
 
 
 def _show_conclusions(compared_methods: ComparedMethods, reference: str) -> ReportSection:

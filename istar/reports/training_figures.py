@@ -13,10 +13,8 @@ import pandas as pd
 from istar.drawing.plot import Line, Panel, Plot
 from istar.errors import shorten
 from istar.measures.catalogue import MEASURES
-from istar.reports import paper
-from istar.reports.configurations import Cell, by_model_and_task
-from istar.reports.method_comparisons import select_runs_by_method
-from istar.runs.names import PROBE, axis_label, reading_key, scale_for_display
+from istar.reports.method_comparisons import Method
+from istar.runs.names import PROBE, axis_label, metric_range, reading_key, scale_for_display
 from istar.runs.record import METRICS_FILE, RunRecord
 
 _LOSS_COLUMN, _LOSS_LABEL = "train/task_loss", "training loss"
@@ -33,20 +31,19 @@ _MAX_BINS = 50
 log = logging.getLogger(__name__)
 
 
-def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunRecord]) -> list[Plot]:
-    """Return two plots, the validation loss and the headline metric against the epoch, for the runs in Table 1."""
+def build_learning_curve_plots(methods: Iterable[Method], records: Mapping[str, RunRecord]) -> list[Plot]:
+    """Return two plots with a line for each method: the validation loss and the headline metric against the epoch."""
     loss_panels, metric_panels = [], []
-    for _, cell_group in groupby((cell for cell in cells if cell.seeds), key=lambda cell: (cell.model, cell.task)):
-        task_cells = list(cell_group)
-        metric = task_cells[0].metrics[0]
-        loss_panels.append(_build_learning_curve_panel(task_cells, records, "loss", "validation loss"))
-        metric_panels.append(_build_learning_curve_panel(task_cells, records, metric, axis_label(metric)))
+    for task_methods in _group_by_task(methods):
+        metric = task_methods[0].metric
+        loss_panels.append(_build_learning_curve_panel(task_methods, records, "loss", "validation loss"))
+        metric_panels.append(_build_learning_curve_panel(task_methods, records, metric, axis_label(metric)))
     return [
         Plot(
             name,
             title,
-            caption=f"{quantity} on the validation set after each epoch, for the runs in Table 1: mean over seeds, "
-            "band: standard deviation.",
+            caption=f"{quantity} on the validation set after each epoch, for the runs in the table of all methods: "
+            "mean over seeds, band: standard deviation.",
             kind="line",
             x_label="epoch",
             panels=tuple(panel for panel in panels if panel.lines),
@@ -58,19 +55,23 @@ def build_learning_curve_plots(cells: Iterable[Cell], records: Mapping[str, RunR
     ]
 
 
+def _group_by_task(methods: Iterable[Method]) -> list[list[Method]]:
+    return [list(group) for _, group in groupby(methods, lambda method: (method.model, method.task))]
+
+
 def _build_learning_curve_panel(
-    cells: Sequence[Cell], records: Mapping[str, RunRecord], metric: str, y_label: str
+    methods: Sequence[Method], records: Mapping[str, RunRecord], metric: str, y_label: str
 ) -> Panel:
     lines = []
-    for cell in cells:
-        epochs = [epoch for folder in cell.runs["folder"] for epoch in records[folder].epochs]
+    for method in methods:
+        epochs = [epoch for folder in method.runs["folder"] for epoch in records[folder].epochs]
         values = pd.Series(
             [scale_for_display(metric, epoch["metrics"].get(metric, math.nan)) for epoch in epochs],
             index=[int(epoch["epoch"]) for epoch in epochs],
             dtype=float,
         )
-        lines += _make_mean_lines(paper.FAMILIES[cell.family], values[np.isfinite(values)])
-    return Panel(y_label, lines, cells[0].task, cells[0].model)
+        lines += _make_mean_lines(method.name, values[np.isfinite(values)])
+    return Panel(y_label, lines, methods[0].task, methods[0].model, y_range=metric_range(metric))
 
 
 def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
@@ -84,15 +85,16 @@ def _make_mean_lines(label: str, values: pd.Series) -> list[Line]:
     return [Line(label, tuple(map(float, means.index)), tuple(means), y_error=y_error)]
 
 
-def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
+def build_training_plots(methods: Iterable[Method]) -> list[Plot]:
     """Return a figure of the training loss and of each measure of the last layer, by step, for each name of a task.
 
     A panel has a line for each method: the mean over its seeds, with the standard deviation as a band. Only runs with
     `monitor.every` and `monitor.probe_examples` are shown.
     """
     panels_by_task: dict[str, list[Panel]] = {}
-    for runs in by_model_and_task(all_runs[all_runs["usable"]]):
-        panels_by_task.setdefault(str(runs["task.name"].iloc[0]), []).extend(_build_task_panels(runs))
+    for task_methods in _group_by_task(methods):
+        task = str(task_methods[0].runs["task.name"].iloc[0])
+        panels_by_task.setdefault(task, []).extend(_build_task_panels(task, task_methods))
     return [
         Plot(
             name=f"training-{task}",
@@ -108,19 +110,18 @@ def build_training_plots(all_runs: pd.DataFrame) -> list[Plot]:
     ]
 
 
-def _build_task_panels(runs: pd.DataFrame) -> list[Panel]:
+def _build_task_panels(name: str, methods: Sequence[Method]) -> list[Panel]:
     """Return the panels of one model and task; their title is the label of the task if it is not only its name."""
-    task, model = (str(runs[column].iloc[0]) for column in ("task", "model"))
-    title = "" if task == runs["task.name"].iloc[0] else task
+    title = "" if methods[0].task == name else methods[0].task
     lines_by_label: dict[str, list[Line]] = {label: [] for label in (_LOSS_LABEL, *_LABELS.values())}
-    for method, method_runs in select_runs_by_method(runs).items():
-        tables = [table for folder in method_runs["folder"] if (table := _read_metrics(Path(folder))) is not None]
+    for method in methods:
+        tables = [table for folder in method.runs["folder"] if (table := _read_metrics(Path(folder))) is not None]
         for label, lines in lines_by_label.items() if tables else ():
             values_by_step = [table[label].dropna() for table in tables]
             if label == _LOSS_LABEL:
                 values_by_step = list(map(_average_in_bins, values_by_step))
-            lines += _make_mean_lines(method, pd.concat(values_by_step))
-    return [Panel(label, lines, title, model) for label, lines in lines_by_label.items() if lines]
+            lines += _make_mean_lines(method.name, pd.concat(values_by_step))
+    return [Panel(label, lines, title, methods[0].model) for label, lines in lines_by_label.items() if lines]
 
 
 def _read_metrics(folder: Path) -> pd.DataFrame | None:

@@ -27,6 +27,7 @@ BASE_LABEL = METHOD_NAMES[BASE]
 """Name of training without a penalty in tables and figures."""
 _LOSSES = ("loss", "perplexity")
 """Metrics to minimize. All others are fractions or correlations to maximize."""
+_CORRELATIONS = ("matthews_correlation", "pearson", "spearman")
 COMBINED = "combined"
 """Name, in the place of a text's, for measures over all texts together."""
 FINAL_NORM = "final_norm"
@@ -75,6 +76,17 @@ def axis_label(metric: str) -> str:
     ('accuracy, percent', 'perplexity')
     """
     return metric if is_lower_better(metric) else f"{metric}, percent"
+
+
+def metric_range(metric: str) -> tuple[float, float]:
+    """Return the smallest and the largest possible number of `scale_for_display`.
+
+    >>> metric_range("accuracy"), metric_range("spearman"), metric_range("perplexity")
+    ((0, 100), (-100, 100), (0, inf))
+    """
+    if is_lower_better(metric):
+        return 0, math.inf
+    return -100 if metric.startswith(_CORRELATIONS) else 0, 100
 
 
 def isotropy_key(layer: str) -> str:

@@ -212,7 +212,10 @@ def summary(rows: Iterable[PairedComparison], alpha: float = ALPHA) -> str:
         Verdict.NONE: "nothing can be concluded",
     }
     phrases = [f"{text} in {verdicts.count(key)}" for key, text in phrase_by_verdict.items() if key in verdicts]
-    text = f"Of {len(comparisons)} comparison{'s' * (len(comparisons) != 1)}, {', '.join(phrases)}."
+    text = f"Of {len(comparisons)} comparisons, {', '.join(phrases)}."
+    if len(phrases) == 1:
+        place = f"all {len(comparisons)} comparisons" if len(comparisons) > 1 else "the only comparison"
+        text = f"In {place}, {phrase_by_verdict[verdicts[0]]}."
     num_collapsed = sum(row.collapsed for row in comparisons)
     return f"{text} Collapsed runs of methods: {num_collapsed}." if num_collapsed else text
 

@@ -1,6 +1,7 @@
 """Tables: their LaTeX, and numbers with intervals."""
 
 import math
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -57,3 +58,20 @@ def test_a_number_has_its_half_width(value: float, half_width: float, text: str)
 )
 def test_a_header_has_at_most_two_lines(name: str, header: str) -> None:
     assert page_tables.break_header(name) == header
+
+
+def test_empty_columns_are_left_out_and_constant_descriptions_are_a_note() -> None:
+    texts = [["a", "1", "-", "x", "-"], ["b", "1", "\u2013", "x", "2"], ["c", "1", "", "x", "3"]]
+    rows = {"g": [list(map(Entry, row)) for row in texts[:2]], "h": [list(map(Entry, texts[2]))]}
+    frame = pd.DataFrame(texts)
+    sheet = Sheet("n", "t", "c", ("name", "seeds", "p", "chosen\non", "value"), rows, frame, ("Last.",))
+    folded = page_tables.fold_columns(replace(sheet, descriptive=("chosen\non", "value")))
+    assert folded.header == ("name", "seeds", "value")
+    assert [[entry.text for entry in row] for row in folded.rows] == [["a", "1", "-"], ["b", "1", "2"], ["c", "1", "3"]]
+    assert list(folded.rows_by_group) == ["g", "h"]
+    assert folded.notes == ("In all rows: chosen on x.", "Last.")
+    assert folded.frame is frame
+    single = replace(sheet, rows_by_group={"": [list(map(Entry, texts[0]))]}, descriptive=("chosen\non",))
+    assert page_tables.fold_columns(single).header == ("name", "seeds", "chosen\non")
+    without_rows = replace(sheet, rows_by_group={})
+    assert page_tables.fold_columns(without_rows).header == ("name",)

@@ -75,37 +75,31 @@ def test_points_may_be_hollow_or_crossed() -> None:
     assert [list(mark.get_xdata()) for mark in crossed] == [[3]]
 
 
-def assign_colours(*labels: str, scale: str = "", **positions: float) -> dict[str, str]:
+def assign_colours(*labels: str, all_labels: tuple[str, ...] = (), **positions: float) -> dict[str, str]:
     """Return the colours of lines with these labels; `positions` are further labels and their places on the scale."""
-    lines = [Line(label, (1.0,), (0.5,), colour_scale=scale, scale_position=at) for label, at in positions.items()]
-    plot = make_plot(*(Line(label, (1.0,), (0.5,)) for label in labels), *lines, reference_label="Base")
+    lines = [Line(label, (1.0,), (0.5,), scale_position=at) for label, at in positions.items()]
+    lines = [*(Line(label, (1.0,), (0.5,)) for label in labels), *lines]
+    plot = make_plot(*lines, reference_label="Base", labels=all_labels)
     styles = panel_drawing.assign_line_styles(plot)
     return {label: matplotlib.colors.to_hex(style["color"]) for label, style in styles.items()}
 
 
-def test_a_position_on_a_scale_has_the_same_colour_in_every_figure() -> None:
-    colours_of_two = assign_colours("Base", scale="diverging", a=-0.2, b=0.6)
-    colours = assign_colours("Base", scale="diverging", e=1.0, d=-1.0, a=-0.2, c=0.1, b=0.6)
-    assert all(colours[label] == colour for label, colour in colours_of_two.items())
+def test_a_label_has_the_same_colour_in_every_figure_with_the_same_labels() -> None:
+    all_labels = ("Base", "b", "a", "c")
+    colours = assign_colours("c", "a", "Base", "b", all_labels=all_labels)
+    assert list(colours) == ["Base", "b", "a", "c"]
+    assert len(set(colours.values())) == 4
     assert colours["Base"] == panel_drawing.INK
-    assert list(colours) == ["Base", "d", "a", "c", "b", "e"]
-    assert len(set(colours.values())) == 6
-    # Negative positions are red and positive ones blue; the colours are darker the farther they are from 0.
-    rgb = {label: matplotlib.colors.to_rgb(colour) for label, colour in colours.items()}
-    assert rgb["d"][0] > rgb["d"][2]
-    assert rgb["e"][2] > rgb["e"][0]
-    assert sum(rgb["d"]) < sum(rgb["a"])
-    assert sum(rgb["e"]) < sum(rgb["b"]) < sum(rgb["c"])
-    # Positions beyond an end have its colour.
-    assert assign_colours(scale="diverging", far=7.0)["far"] == colours["e"]
+    assert assign_colours("c", all_labels=all_labels) == {"c": colours["c"]}
+    assert assign_colours("c") != {"c": colours["c"]}
 
 
 def test_a_scale_may_be_sequential() -> None:
-    colour_by_label = assign_colours("auto", "unbiased", scale="sequential", a=0.0, b=0.2, c=0.4, d=0.8, e=1.0)
+    colour_by_label = assign_colours("auto", "unbiased", a=0.0, b=0.2, c=0.4, d=0.8, e=1.0)
     assert list(colour_by_label) == ["a", "b", "c", "d", "e", "auto", "unbiased"]
     brightness = [sum(matplotlib.colors.to_rgb(colour_by_label[label])) for label in "abcde"]
     assert brightness == sorted(brightness)
-    assert assign_colours(scale="sequential", x=0.4)["x"] == colour_by_label["c"]
+    assert assign_colours(x=0.4)["x"] == colour_by_label["c"]
     assert len(set(colour_by_label.values())) == 7
 
 
@@ -131,6 +125,37 @@ def test_a_bounded_measure_has_its_whole_range_or_the_part_with_its_values(
     bottom, top = draw_axes(bounds, *values).get_ylim()
     assert low[0] <= bottom <= low[1]
     assert high[0] <= top <= high[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "y_range"),
+    [((97, 100), (0, 100)), ((50, 50), (0, 100)), ((0.2, 3.0), (0, math.inf)), ((-99, -100), (-100, 100))],
+)
+def test_an_axis_ends_with_the_range_of_a_metric(values: tuple[float, ...], y_range: tuple[float, float]) -> None:
+    plot = make_plot(Line("mean", (1, 2), values, y_error=(1.0, 1.0)), kind="points")
+    [panel] = plot.panels
+    [axes] = rendering._draw_figure(replace(plot, panels=(replace(panel, y_range=y_range),))).axes
+    bottom, top = axes.get_ylim()
+    margin = 0.05 * (top - bottom)
+    assert y_range[0] - margin < bottom < min(values)
+    assert max(values) < top < y_range[1] + margin
+    assert top - bottom < 6  # the axis is as long as the values and their errors need
+    assert len(axes.get_yticks()) > 1
+    assert all(max(bottom, y_range[0]) <= tick <= min(top, y_range[1]) for tick in axes.get_yticks())
+
+
+def test_a_variant_of_a_line_is_dashed_and_in_the_legend_once() -> None:
+    lines = [Line(label, xs, xs, variant=variant) for variant in ("", "unbiased") for label, xs in
+             (("a", (1.0, 2.0)), ("b", (1.0, 2.0)), ("b", (3.0,)))]  # fmt: skip
+    plot = make_plot(*lines)
+    figure = rendering._draw_figure(plot)
+    drawn = figure.axes[0].lines
+    assert [line.get_linestyle() for line in drawn] == ["-", "--", "-", "-", "--", "-"]
+    assert [line.get_fillstyle() for line in drawn if len(line.get_xdata()) == 1] == ["full", "none"]
+    assert drawn[0].get_color() == drawn[1].get_color() != drawn[2].get_color() == drawn[4].get_color()
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b", "dashed: unbiased"]
+    assert {*tabulate_points(plot)["line"]} == {"a", "b", "a, unbiased", "b, unbiased"}
 
 
 def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:

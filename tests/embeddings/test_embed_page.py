@@ -1,6 +1,7 @@
 """Tables, figures and flags of `istar embed`, checked against numpy."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,17 @@ def tiny(folder: Path) -> ModelEmbeddings:
 def test_table_1_has_the_measures_and_those_of_the_paper(tiny: ModelEmbeddings) -> None:
     sheet = embed_tables.make_table1([replace(tiny, label="gpt2"), replace(tiny, label="mine")])
     rows = {(row["model"], row["source"]): row for row in sheet.frame.to_dict("records")}
-    assert [source for model, source in rows if model == "gpt2"] == ["istar", "both signs", "paper", "difference"]
-    assert [source for model, source in rows if model == "mine"] == ["istar", "both signs"]
+    assert [source for model, source in rows if model == "gpt2"] == [
+        "signs as computed", "both signs", "paper", "difference",
+    ]  # fmt: skip
+    assert [source for model, source in rows if model == "mine"] == ["signs as computed", "both signs"]
     forms = compute_forms(get_embeddings())
     both_signs = rows["gpt2", "both signs"]
     for name, form in (("raw", "raw"), ("centered", "centered"), ("post_processed", "all_but_the_top")):
         assert both_signs[f"isotropy_{name}"] == pytest.approx(compute_isotropy(forms[form]), rel=1e-6)
-    istar_row, paper_row, difference_row = (rows["gpt2", source] for source in ("istar", "paper", "difference"))
+    istar_row, paper_row, difference_row = (
+        rows["gpt2", source] for source in ("signs as computed", "paper", "difference")
+    )
     norms, norm_of_mean = np.linalg.norm(forms["raw"], axis=1), np.linalg.norm(forms["raw"].mean(0))
     assert istar_row["average_norm"] == pytest.approx(norms.mean(), rel=1e-9)
     assert istar_row["mean_vector_norm"] == pytest.approx(norm_of_mean, rel=1e-9)
@@ -117,7 +122,7 @@ def test_tables_2_and_3_average_over_the_benchmarks(tiny: ModelEmbeddings) -> No
         assert rows2.loc[form, ["cosine_gain", "inner_product_gain"]].tolist() == pytest.approx(gains, abs=2e-3)
     assert set(rows2["benchmarks"]) == {2}
     # The best form of each score is bold.
-    for column, score in ((2, 0), (4, 1)):
+    for column, score in ((1, 0), (3, 1)):
         best = max(averages, key=lambda form: averages[form][score])
         assert [row[0].text for row in sheet2.rows if row[column].bold] == [embed_tables.FORM_NAMES[best]]
     # The paper averages over five benchmarks, so that only its scores on single benchmarks can be compared.
@@ -154,7 +159,7 @@ def test_undefined_correlations_are_explained(folder: Path, tmp_path: Path) -> N
         "m: rw.txt: 0 of 1 pairs have vectors for both words; a correlation needs at least 2",
         "m: MEN.txt, raw: cosine: the rating is constant; inner product: the rating is constant",
     )
-    assert [entry.text for entry in sheet.rows[0][2:]] == ["\u2013"] * 4 + ["1"]
+    assert [entry.text for entry in sheet.rows[0][1:]] == ["\u2013"] * 4 + ["1"]
 
 
 def test_the_papers_tables_agree_with_each_other() -> None:
@@ -167,6 +172,23 @@ def test_the_papers_tables_agree_with_each_other() -> None:
             for score in ("cosine", "inner_product"):
                 mean = np.mean([row[score] for row in rows])
                 assert table2[model, form][score] == pytest.approx(mean, abs=0.0101)
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_the_papers_numbers_of_tables_and_figures_need_one_of_its_models(tiny: ModelEmbeddings, tmp_path: Path) -> None:
+    words = pd.DataFrame()
+    other = replace(tiny, label="other")
+    for models, is_of_paper in (([tiny, other], False), ([replace(tiny, label="gpt2"), other], True)):
+        sheets = embed_page.make_tables(models, words)
+        contents = embed_page.make_contents(models, sheets, words, tmp_path)
+        page = contents["index.html"].decode()
+        assert ("Table 1: Isotropy and norms" in page, "Figure 5: Norms" in page) == (is_of_paper, is_of_paper)
+        assert sheets["table1"].title.endswith("Isotropy and norms")
+        assert ("figures/figure2_spheres.svg" in contents) == is_of_paper
+        shape = tiny.measures_by_form["raw"]
+        tiles = re.findall(r"<dt>(.*)</dt><dd>(.*)</dd>", page)
+        assert tiles == [(model.label, f"{shape['rows']} \u00d7 {shape['dimensions']}") for model in models]
+    assert "source" not in embed_page.make_tables([tiny], words)["table2"].header
 
 
 def test_which_models_are_the_papers(tiny: ModelEmbeddings) -> None:
@@ -196,7 +218,7 @@ def test_flags_are_on_anisotropic_matrices(tiny: ModelEmbeddings) -> None:
     ]
     flags = embed_page.describe_anisotropy([make_model(str(number), 0.1, 0.95) for number in range(7)])
     assert len(flags) == 5
-    assert flags[-1] == "3 more in Table 1."
+    assert flags[-1] == "3 more in the first table."
 
 
 # ---- the figures

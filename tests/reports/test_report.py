@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from istar.cli.main import main
-from istar.drawing import rendering
+from istar.drawing import panel_drawing, rendering
 from istar.drawing.plot import Plot
 from istar.errors import UserError
 from istar.measures import isoscore_from_covariance
@@ -31,6 +31,8 @@ from istar.reports import (
     sweep_commands,
     training_figures,
 )
+from istar.reports.method_comparisons import compare_methods
+from istar.reports.report import compute_sections
 from istar.reports.run_frame import read_runs
 from istar.runs.record import RunRecord
 from tests.reports.simulated_stability import BATCH_SIZES, SCORES, ZETAS, compute_stability_scores, make_variances
@@ -174,8 +176,8 @@ def test_every_file(report_folder: Path) -> None:
 
 def test_methods_are_called_better_or_worse_by_the_rules_alone(report_folder: Path) -> None:
     page_text = " ".join(" ".join(parsed(report_folder / "index.html").text).split())
-    summary, sentences = page_text.split("Of 13 comparisons, ")[1].split(".", 1)
-    assert "nothing can be concluded in" in summary
+    summary, sentences = page_text.split("In all 13 comparisons, ")[1].split(".", 1)
+    assert summary == "nothing can be concluded"
     for sentence in pd.read_csv(report_folder / "tables" / "conclusions.csv")["conclusion"]:
         assert " ".join(sentence.split()) in page_text
         sentences = sentences.replace(" ".join(sentence.split()), "")
@@ -310,7 +312,9 @@ def test_lines_differ_in_nothing_but_what_they_vary(tmp_path: Path) -> None:
         save(record("rte", BERT, BASE, seed, 0.95, optim__lr=1e-5), tmp_path)
     _, frame = load_frame(tmp_path)
     [panel] = paper_figures.build_isotropy_performance_plot(frame, {}).panels
-    assert {line.label: line.y[0] for line in panel.lines} == pytest.approx({"Base": 55, "λ = -1": 40, "λ = 1": 60})
+    assert {line.label: line.y[0] for line in panel.lines} == pytest.approx(
+        {"Base": 55, "I-STAR λ=-1 ζ=0.4": 40, "I-STAR λ=1 ζ=0.4": 60}
+    )
     assert (
         panel.fixed_settings
         == "ζ = 0.4, lr 3e-05, batch 32, accumulated 2, epochs 3, 32-true; 6 runs, 2 other configurations not shown, "
@@ -380,7 +384,9 @@ def test_figures_and_tables_choose_the_same_cells(tmp_path: Path) -> None:
         "fewer than 5 seeds: 1 at ζ = 0.2"
     )
     [panel] = paper_figures.build_isotropy_performance_plot(frame, {}).panels
-    assert {line.label: line.hollow for line in panel.lines} == {"λ = -1": (False,), "λ = 3": (True,)}
+    assert {line.label: line.hollow for line in panel.lines} == {
+        "I-STAR λ=-1 ζ=0.4": (False,), "I-STAR λ=3 ζ=0.4": (True,),
+    }  # fmt: skip
 
 
 def test_a_collapsed_mean_is_marked_and_not_the_best(tmp_path: Path) -> None:
@@ -404,7 +410,7 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     plot = paper_figures.build_mean_activation_plot(frame, geometry_by_folder)
     assert "the tokens of 50 validation texts" in plot.caption
     [panel] = plot.panels
-    assert [line.label for line in panel.lines] == ["Base", "λ = 1"]
+    assert [line.label for line in panel.lines] == ["Base", "CosReg λ=1"]
     means = np.mean([make_geometry(run)["mean_activation"] for run in runs[2:4]], axis=0)
     assert panel.lines[1].y == pytest.approx(means, rel=1e-12)
     [folder] = frame[(frame["family"] == "cosreg") & (frame["seed"] == 1)]["folder"]
@@ -412,8 +418,9 @@ def test_layers_and_dimensions_are_means_over_seeds(tmp_path: Path) -> None:
     plot = paper_figures.build_mean_activation_plot(frame, with_more_texts)
     assert "the tokens of 50 to 5,463 validation texts" in plot.caption
     [panel] = paper_figures.build_intrinsic_dimension_plot(frame, geometry_by_folder).panels
-    assert panel.lines[1].label == "λ = -1"
+    assert panel.lines[1].label == "I-STAR λ=-1 ζ=0.4"
     assert np.isnan(panel.lines[1].y[0])
+    assert panel.y_bounds is None  # only an IsoScore is at most 1
     assert panel.lines[1].y[1:] == pytest.approx(make_geometry(runs[4])["two_nn"][1:])
     [panel] = paper_figures.build_layer_isotropy_plot(frame, loaded.records, geometry_by_folder).panels
     after = [[run.isotropy["after"][str(layer)] for layer in range(5)] for run in runs[4:]]
@@ -471,7 +478,7 @@ def test_a_figure_has_isoscore_star_if_all_its_runs_have_it(tmp_path: Path) -> N
     performance, by_layer = build_isotropy_plots(tmp_path)
     assert performance.x_label == "IsoScore*"
     [panel] = performance.panels
-    assert [line.label for line in panel.lines] == ["Base", "λ = -1", "λ = 1"]
+    assert [line.label for line in panel.lines] == ["Base", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4"]
     # Each method has two runs.
     for method, line in enumerate(panel.lines):
         unions = [run["union"] for run in scores[2 * method : 2 * method + 2]]
@@ -497,17 +504,38 @@ def test_a_figure_has_isoscore_star_if_all_its_runs_have_it(tmp_path: Path) -> N
     assert by_layer.panels[0].lines[-1].y == pytest.approx([scores[-2][str(layer)] for layer in range(5)])
 
 
-def test_curves_follow_the_runs_of_table1(tmp_path: Path) -> None:
+def test_curves_have_a_line_for_each_method_with_its_lambda(tmp_path: Path) -> None:
     runs = [record("rte", BERT, BASE, seed, 0.5 + seed / 10) for seed in (1, 2)]
-    for run in (*runs, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
+    others = [record("rte", BERT, istar(weight), 1, 0.7) for weight in (-1, 1)]
+    for run in (*runs, *others, record("rte", BERT, BASE, 1, 0.9, optim__lr=1e-5)):
         save(run, tmp_path)
     loaded, frame = load_frame(tmp_path)
-    losses, metrics = training_figures.build_learning_curve_plots(configurations.select_cells(frame), loaded.records)
-    [[line]] = [panel.lines for panel in losses.panels]
+    methods = compare_methods(frame).methods
+    losses, metrics = training_figures.build_learning_curve_plots(methods, loaded.records)
+    [lines] = [panel.lines for panel in losses.panels]
+    assert [line.label for line in lines] == ["Base", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4"]
     expected = [np.mean([run.epochs[epoch]["metrics"]["loss"] for run in runs]) for epoch in range(3)]
-    assert line.y == pytest.approx(expected, rel=1e-12)
-    [[line]] = [panel.lines for panel in metrics.panels]
-    assert line.y == pytest.approx([0.8 * 65, 0.9 * 65, 65])
+    assert lines[0].y == pytest.approx(expected, rel=1e-12)
+    [panel] = metrics.panels
+    assert panel.lines[0].y == pytest.approx([0.8 * 65, 0.9 * 65, 65])
+    assert panel.y_range == (0, 100)
+
+
+def test_a_method_has_one_colour_and_figure_2_needs_a_model_of_the_paper(tmp_path: Path) -> None:
+    for model, has_figure2 in (("mine", False), (BERT, True)):
+        root = tmp_path / model
+        for reg in (BASE, istar(1), istar(-1), cosreg(1)):
+            for seed in (1, 2):
+                save(record("rte", model, reg, seed), root)
+        sections = compute_sections(read_runs(root, keep_records=True), root, "Base")
+        plots = {section.plot.name: section.plot for section in sections if section.plot is not None}
+        assert ("figure2" in plots) == has_figure2
+        colours: dict[str, set[str]] = {}
+        for name in ("all_methods", "curves_metric", "figure3", "figure4", "figure5", "figure6"):
+            for label, style in panel_drawing.assign_line_styles(plots[name]).items():
+                colours.setdefault(label, set()).add(style["color"])
+        assert {*colours} == {"Base", "CosReg λ=1", "I-STAR λ=-1 ζ=0.4", "I-STAR λ=1 ζ=0.4"}
+        assert len(set.union(*colours.values())) == len(colours) == sum(map(len, colours.values()))
 
 
 def test_stability_of_small_batches() -> None:

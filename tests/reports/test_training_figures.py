@@ -5,7 +5,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from istar.drawing.plot import Plot
 from istar.reports import configurations
+from istar.reports.method_comparisons import compare_methods
 from istar.reports.run_frame import read_runs
 from istar.reports.training_figures import build_training_plots
 from istar.runs.record import METRICS_FILE
@@ -25,13 +27,18 @@ def add_run(
     pd.DataFrame(rows).to_csv(folder / METRICS_FILE, index=False)
 
 
+def plot_training(root: Path) -> list[Plot]:
+    runs = configurations.add_selection_columns(read_runs(root, keep_records=True))
+    return build_training_plots(compare_methods(runs).methods)
+
+
 def test_lines_are_means_over_the_seeds_of_each_method(tmp_path: Path) -> None:
     for seed, level in ((1, 0.1), (2, 0.3)):
         add_run(tmp_path, BASE, seed, level)
     add_run(tmp_path, istar(), 1, 0.5)
     add_run(tmp_path, istar(), 1, 0.7, model="larger")
     save(record("rte", "new", BASE, 1), tmp_path)  # without measures during training
-    [plot] = build_training_plots(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
+    [plot] = plot_training(tmp_path)
 
     assert [(panel.model, panel.y_label) for panel in plot.panels] == [
         ("larger", "training loss"), ("larger", "InterSim"), ("new", "training loss"), ("new", "InterSim"),
@@ -51,7 +58,7 @@ def test_lines_are_means_over_the_seeds_of_each_method(tmp_path: Path) -> None:
 def test_data_sets_of_one_task_have_separate_panels(tmp_path: Path) -> None:
     for data_dir in ("easy/data", "hard/data"):
         add_run(tmp_path, BASE, 1, 0.1, data_dir=data_dir)
-    [plot] = build_training_plots(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True)))
+    [plot] = plot_training(tmp_path)
     assert plot.name == "training-clm"  # also the name of its files
     assert [panel.title for panel in plot.panels] == ["clm (easy/data)"] * 2 + ["clm (hard/data)"] * 2
 
@@ -60,4 +67,4 @@ def test_broken_and_missing_files_show_nothing(tmp_path: Path) -> None:
     save(record("clm", "new", BASE, 1), tmp_path)
     broken_folder = save(record("clm", "new", BASE, 2), tmp_path)
     (broken_folder / METRICS_FILE).write_bytes(b"\xff\xfe\x00")
-    assert build_training_plots(configurations.add_selection_columns(read_runs(tmp_path, keep_records=True))) == []
+    assert plot_training(tmp_path) == []

@@ -140,6 +140,8 @@ def test_the_summary() -> None:
     assert "worse" in summary([replace(ROW, difference=-1.0, interval=(-2.0, -0.1))])
     assert not COMPARATIVES.search(summary(rows[1:]))
     assert summary([]) == "There is no comparison."
+    assert summary(rows[1:3]).startswith("In all 2 comparisons, no difference was found. Collapsed")
+    assert summary([replace(ROW, pairs=1)]) == "In the only comparison, nothing can be concluded."
 
 
 def test_a_table_from_scores_to_sentences() -> None:

@@ -6,7 +6,7 @@ All pages have these figures. The table of measures has titles and captions, and
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -137,8 +137,13 @@ def plot_measures(axis: Axis, width: int) -> list[Plot]:
         measures = [measure for measure in model_figures.LAYER_MEASURES if measure.figure == name]
         if not measures:
             continue
-        panels_by_measure = {measure: make_axis_panels(axis, measure, width) for measure in measures}
-        shown = [measure for measure, panels in panels_by_measure.items() if panels] or measures
+        twins = [measure for measure in measures if _is_with_twin(axis, measure)]
+        panels_by_measure = {
+            measure: make_axis_panels(axis, measure, width, [twin for twin in twins if twin.twin == measure.name])
+            for measure in measures
+            if measure not in twins
+        }
+        shown = [measure for measure in measures if measure in twins or panels_by_measure[measure]] or measures
         caption = " ".join(measure.meaning for measure in shown if measure.meaning)
         panels = list(itertools.chain.from_iterable(panels_by_measure.values()))
         share_y = FIGURES[name].same_y
@@ -146,16 +151,26 @@ def plot_measures(axis: Axis, width: int) -> list[Plot]:
     return plots
 
 
-def make_axis_panels(axis: Axis, measure: Measure, width: int) -> list[Panel]:
+def make_axis_panels(axis: Axis, measure: Measure, width: int, twins: Sequence[Measure] = ()) -> list[Panel]:
     """Return the panels of a measure over an axis: one, or one for each panel of the axis; [] without finite values.
 
-    `width` is as for `plot_measures`.
+    The panels also have the `twins`, as dashed lines. `width` is as for `plot_measures`.
     """
-    return [
-        model_figures.make_measure_panel(measure, lines, width, str(title))
-        for title, points in axis.points.groupby("panel", sort=False)
-        if (lines := _make_lines(points, measure.name, measure.needs_inter_sim))
-    ]
+    panels = []
+    for title, points in axis.points.groupby("panel", sort=False):
+        lines = _make_lines(points, measure.name, measure.needs_inter_sim)
+        for twin in twins:
+            variant = twin.title.removeprefix(f"{measure.title}, ")
+            lines += [replace(line, variant=variant) for line in _make_lines(points, twin.name)]
+        if lines:
+            panels.append(model_figures.make_measure_panel(measure, lines, width, str(title)))
+    return panels
+
+
+def _is_with_twin(axis: Axis, measure: Measure) -> bool:
+    """Return whether the panel of its twin also shows a measure; bars cannot be dashed."""
+    is_measured = axis.points.reindex(columns=[measure.name, measure.twin]).notna().any()
+    return bool(measure.twin) and axis.kind == "line" and bool(is_measured.all())
 
 
 def _make_lines(points: pd.DataFrame, name: str, needs_inter_sim: float | None = None) -> list[Line]:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from istar.drawing import page_folder
 from istar.drawing.page_folder import Page, PageKind, Section
-from istar.drawing.page_tables import Sheet, make_markdown_table, number_entry
+from istar.drawing.page_tables import Sheet, fold_columns, make_markdown_table, number_entry
 from istar.drawing.pictures import render_pictures
 from istar.drawing.plot import Plot, evenly_spaced
 from istar.files.outputs import Output
@@ -53,6 +53,8 @@ MODEL_KIND = PageKind(
     (measures_file.JSON_FILE, measures_file.CSV_FILE, CARD_FILE, measures_file.EXAMPLES_FILE),
 )
 COMPARISON_KIND = PageKind("comparison", "istar compare", (COMPARISON_FILE,))
+_OVERVIEW = "isotropy"
+"""Name of the figure with which a page begins."""
 _DEFINITIONS = ("Definitions of the measures", "#measures")
 TRAININGS_KIND = PageKind("comparison of trainings", "istar compare, over trainings", (TRAININGS_FILE,))
 
@@ -225,7 +227,7 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
     if len(content.trainings) > 1:
         sheets.append(model_tables.build_training_sheet(content.trainings))
     elif content.kind is not MODEL_KIND and content.is_of_texts:
-        sheets.append(model_tables.build_model_sheet(models))
+        sheets.append(model_tables.build_model_sheet(models, "checkpoint" if content.trainings else "model"))
     if not content.trainings:
         sheets.append(model_tables.build_layer_sheet(models))
     if len(models) > 1:
@@ -235,7 +237,8 @@ def _build_sheets(content: PageContent) -> list[Sheet]:
     if models:
         sheets += [model_tables.join_sheets(detailed, build) for build in model_tables.MODEL_SHEET_BUILDERS]
     # The page of a text model names what is missing. Other models cannot have it.
-    return [sheet for sheet in sheets if sheet.rows or (content.is_of_texts and sheet.name != "gaps")]
+    shown = [sheet for sheet in sheets if sheet.rows or (content.is_of_texts and sheet.name != "gaps")]
+    return [fold_columns(sheet) if sheet.name in ("models", "layers", "differences") else sheet for sheet in shown]
 
 
 def _make_plots(content: PageContent) -> list[Plot]:
@@ -255,11 +258,8 @@ def _make_plots(content: PageContent) -> list[Plot]:
 def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path) -> list[Section]:
     remaining = dict(sheets)
     described_models = list_last_checkpoints(content.trainings) if content.trainings else content.models
-    sections = [
-        Section("findings", "What stands out", findings.describe_findings(described_models, content.trainings)),
-        Section("reading", "How to read this", content.notes, about=_explain_page(content), link=_DEFINITIONS),
-    ]
-    sections += [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
+    tables = [_make_table_section(remaining.pop(name)) for name in ("models", "layers") if name in remaining]
+    figures: dict[str, Section] = {}
     plots = _make_plots(content)
     pictures = render_pictures(plots, out / page_folder.FIGURES)
     for plot in plots:
@@ -269,7 +269,15 @@ def _make_sections(content: PageContent, sheets: Mapping[str, Sheet], out: Path)
         # The table of the matrices belongs to the figure of I(W), but has more measures.
         sheet = remaining.pop("matrices" if plot.name == "partition" else plot.name, None)
         note = _explain_missing_panels(plot) if content.is_of_texts else ""
-        sections.append(Section(plot.name, plot.title, (), sheet, pictures[plot.name], note, about=about))
+        figures[plot.name] = Section(plot.name, plot.title, (), sheet, pictures[plot.name], note, about=about)
+    overview = [figures.pop(_OVERVIEW)] if _OVERVIEW in figures else []
+    sections = [
+        Section("findings", "What stands out", findings.describe_findings(described_models, content.trainings)),
+        *overview,
+        Section("reading", "How to read this", content.notes, about=_explain_page(content), link=_DEFINITIONS),
+        *tables,
+        *figures.values(),
+    ]
     sections += map(_make_table_section, remaining.values())
     sections.append(Section("measures", "Definitions of the measures", about=_define_measures(content.models)))
     if content.command:

@@ -72,7 +72,7 @@ def _check_measure(measure: Measure, measured: Measurements) -> tuple[float, str
     fields = {**measured.all_texts.get(place, {}), **words, "value": values[place], "width": measured.width_of(place)}
     if measure.subject == "matrices":
         fields["centered"] = measured.matrices[place]["centered"][measure.name]
-    line = measure.flag.format(**fields)
+    line = ((values[place] == 1 and measure.flag_of_one) or measure.flag).format(**fields)
     return excess, line[0].upper() + line[1:]
 
 
@@ -127,28 +127,30 @@ def describe_findings(models: Sequence[MeasuredModel], trainings: Sequence[Measu
 
     First come the largest changes of IsoScore and InterSim of the last layer over the trainings. Then come the largest
     and the smallest values of the models with the same tokens as the first, and the most unusual measures of each. The
-    last lines are the ranges of a single model, and a warning of few points or groups.
+    last lines name the models with other tokens, the ranges of a single model, and a warning of few points or groups.
     """
     is_training = any(len(training.steps) > 1 for training in trainings)
     start = "At the last checkpoint: " if is_training else ""
-    lines = []
+    lines, last_lines = [], []
     if is_training:
         lines += [line for measure in _COMPARED for line in _describe_largest_change(trainings, measure)]
     if len(models) > 1:
         compared = [model for model in models if compare.have_same_tokens(models[0], model)]
         lines += [f"{start}{line}" for measure in _COMPARED for line in _rank_models(compared, measure)]
         if left_out := [model.label for model in models if model not in compared]:
-            lines.append(f"Not compared with {models[0].label}, because of other tokens: {list_names(left_out)}.")
+            last_lines.append(
+                f"{list_names(left_out)} read other tokens than {models[0].label}, so that they are not compared."
+            )
     flags = [
         (rank, f"{start}{model.label}: {line}" if len(models) > 1 else f"{start}{line}")
         for model in models
         for rank, line in enumerate(find_flags(model.measurements))
     ]
     lines += [line for _, line in sorted(flags, key=itemgetter(0))]
-    last_lines = [line for model in models for line in warn_of_few_points(model.measurements)][:1]
     if len(models) == 1 and not is_training:
         measured = models[0].measurements
-        last_lines = [*_describe_largest_gap(measured), *_describe_all_layers(measured), *last_lines]
+        last_lines += [*_describe_largest_gap(measured), *_describe_all_layers(measured)]
+    last_lines += [line for model in models for line in warn_of_few_points(model.measurements)][:1]
     return [*(lines or ["No measure is unusual."])[: MAX_LINES - len(last_lines)], *last_lines]
 
 

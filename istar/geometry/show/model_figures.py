@@ -48,7 +48,7 @@ scatter matrix; embedding matrices, the second, are float32 points."""
 
 def find_missing_measures(plot: Plot) -> list[str]:
     """Return the titles of the measures that are missing in a plot of `plot_measures`: no layer has a finite value."""
-    titles = {panel.y_label for panel in plot.panels}
+    titles = {", ".join(filter(None, (panel.y_label, line.variant))) for panel in plot.panels for line in panel.lines}
     measures = [measure for measure in LAYER_MEASURES if measure.figure == plot.name]
     return [measure.title for measure in measures if measure.title not in titles]
 

@@ -123,8 +123,10 @@ def build_layer_sheet(models: Sequence[MeasuredModel]) -> Sheet:
     )
 
 
-def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
+def build_model_sheet(models: Sequence[MeasuredModel], subject: str = "model") -> Sheet:
     """Return the table with a row for each model or checkpoint: its size, its last layer, I(W) and its final norm.
+
+    `subject` says which of both the models are.
 
     I(W) is for the matrix nearest to the prediction. It is taken over both signs of the eigenvectors, because only this
     convention is comparable between models.
@@ -137,13 +139,13 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         final_norm = measurements.final_norm or {}
         row = {
             "model": model.label,
+            **{name: measures.get(name, math.nan) for name in compare.SUMMARY_MEASURES},
+            **{f"partition_{form}": matrix["partition_isotropy_both"] for form, matrix in measures_by_form.items()},
+            "matrix": matrix_name,
             "type": measurements.model["type"] or math.nan,
             "layers": len(model.layers) - 1,
             "dimensions": measurements.width,
             "points": measures["points"],
-            **{name: measures.get(name, math.nan) for name in compare.SUMMARY_MEASURES},
-            "matrix": matrix_name,
-            **{f"partition_{form}": matrix["partition_isotropy_both"] for form, matrix in measures_by_form.items()},
             "norm_ratio": measures_by_form["raw"]["norm_ratio"] if measures_by_form else math.nan,
             "gain": final_norm.get("gain", math.nan),
             "bias": final_norm.get("bias", math.nan),
@@ -151,7 +153,11 @@ def build_model_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         cells = {name: number_with_interval(measures, name, model.num_groups) for name in compare.SUMMARY_MEASURES}
         rows.append({**row, "weights": measurements.weights})
         shown.append({**row, **cells})
-    return _make_sheet("models", pd.DataFrame(shown), pd.DataFrame(rows))
+    details = ["partition_post_processed", "norm_ratio", "gain", "bias"]  # other tables and figures have them
+    display = pd.DataFrame(shown).drop(columns=details, errors="ignore")
+    sheet = _make_sheet("models", display, pd.DataFrame(rows), {"subject": subject})
+    headers = (subject, *sheet.header[1:])
+    return replace(sheet, header=headers, descriptive=("type", "layers", "dimensions", "points", "matrix"))
 
 
 _TRAINING_COLUMNS = {
@@ -180,7 +186,8 @@ def build_training_sheet(trainings: Sequence[MeasuredTraining]) -> Sheet:
         rows.append(row)
         shown.append({**row, **cells})
     frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
-    return replace(_make_sheet("trainings", pd.DataFrame(shown)[list(frame)], frame), name="models")
+    sheet = _make_sheet("trainings", pd.DataFrame(shown)[list(frame)], frame)
+    return replace(sheet, name="models", descriptive=("checkpoints", "first step", "last step"))
 
 
 def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
@@ -201,6 +208,7 @@ def build_difference_sheet(models: Sequence[MeasuredModel]) -> Sheet:
         group_rows_by_model(filter(itemgetter("is_last"), rows), format_row),
         pd.DataFrame(rows),
         group_header=subject,
+        descriptive=("error",),
     )
 
 

@@ -45,13 +45,37 @@ def make_training(
 def test_every_measure_with_a_figure_has_a_panel_with_a_line_for_each_text() -> None:
     plots = plot_layers(make_model())
     expected = {(measure.figure, measure.title) for measure in LAYER_MEASURES if measure.figure}
-    assert {(plot.name, panel.y_label) for plot in plots.values() for panel in plot.panels} == expected
+    titles = {
+        (plot.name, ", ".join(filter(None, (panel.y_label, line.variant))))
+        for plot in plots.values()
+        for panel in plot.panels
+        for line in panel.lines
+    }
+    assert titles == expected
     assert not any(model_figures.find_missing_measures(plot) for plot in plots.values())
-    panel = plots["directions"].panels[1]
+    panel = plots["directions"].panels[0]
     assert [line.label for line in panel.lines] == ["news", "talk", "combined"]
     assert panel.lines[0].y == pytest.approx([make_value("intra_sim", index) for index in range(4)])
     assert (plots["directions"].reference_label, plots["directions"].title) == ("combined", "Cosines by layer")
-    assert "InterSim is the mean cosine" in plots["directions"].caption
+    assert "InterSim is the mean cosine" in plots["isotropy"].caption
+
+
+def test_the_overview_has_a_measure_and_its_other_estimate_in_one_panel() -> None:
+    overview = plot_layers(make_model(texts=["news"]))["isotropy"]
+    assert overview.title == "Overview by layer"
+    assert [panel.y_label for panel in overview.panels] == ["IsoScore", "InterSim", "effective rank"]
+    isoscore, unbiased = overview.panels[0].lines
+    assert (isoscore.label, isoscore.variant, unbiased.label, unbiased.variant) == ("news", "", "news", "unbiased")
+    assert isoscore.y == pytest.approx([make_value("isoscore", index) for index in range(4)])
+    assert unbiased.y == pytest.approx([make_value("isoscore_unbiased", index) for index in range(4)])
+    assert [line.variant for line in overview.panels[2].lines] == ["", "corrected"]
+    assert "corrects its bias" in overview.caption
+    # Alone, as in the readings of a monitor, the other estimate has a panel of its own.
+    model = make_model(texts=["news"])
+    for measures in model.measurements.all_texts.values():
+        del measures["isoscore"]
+    panel = plot_layers(model)["isotropy"].panels[0]
+    assert (panel.y_label, [line.variant for line in panel.lines]) == ("IsoScore, unbiased", [""])
 
 
 def test_bands_are_95_percent_intervals_and_axes_have_bounds() -> None:
@@ -110,7 +134,8 @@ def test_a_training_has_lines_for_layers_and_trainings_for_models() -> None:
     axis = axis_figures.make_step_axis([training])
     plots = {plot.name: plot for plot in axis_figures.plot_measures(axis, WIDTH)}
     lines = plots["isotropy"].panels[0].lines
-    assert [line.label for line in lines] == ["embeddings", "layer 1", "layer 2", "final norm"]
+    assert [line.label for line in lines] == 2 * ["embeddings", "layer 1", "layer 2", "final norm"]
+    assert [line.variant for line in lines] == 4 * [""] + 4 * ["unbiased"]
     assert lines[1].x == (0, 1, 2, 4, 8)
     assert lines[1].y == pytest.approx([make_value("isoscore", 1) + index for index in range(5)])
     assert lines[1].y_error == pytest.approx([T_QUANTILE * 0.01] * 5)
@@ -126,13 +151,14 @@ def test_a_training_has_lines_for_layers_and_trainings_for_models() -> None:
 
     encoder = make_training("encoder", (0, 500), taps=TAPS[:3], final_norm=None)
     axis = axis_figures.make_step_axis([training, encoder])
-    directions = axis_figures.plot_measures(axis, WIDTH)[1]
-    assert [(panel.title, [line.label for line in panel.lines]) for panel in directions.panels[:2]] == [
+    overview = axis_figures.plot_measures(axis, WIDTH)[0]
+    panels = [panel for panel in overview.panels if panel.y_label == "InterSim"]
+    assert [(panel.title, [line.label for line in panel.lines]) for panel in panels] == [
         ("last layer", ["m", "encoder"]),
         ("final normalization", ["m"]),
     ]
-    assert directions.panels[0].lines[1].y == pytest.approx([make_value("inter_sim", 2)] * 2)
-    assert (directions.labels, directions.log_x, directions.share_y_by_label) == (("m", "encoder"), True, True)
+    assert panels[0].lines[1].y == pytest.approx([make_value("inter_sim", 2)] * 2)
+    assert (overview.labels, overview.log_x, overview.share_y_by_label) == (("m", "encoder"), True, True)
     final_norm = axis_figures.plot_parameters([], [training, encoder], axis)[1]
     assert ([len(panel.lines) for panel in final_norm.panels], final_norm.labels) == ([1, 1], ("m", "encoder"))
 

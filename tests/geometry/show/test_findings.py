@@ -64,7 +64,7 @@ UNUSUAL = {
     "average_norm": ({"average_norm": 120.0}, "The average norm is 12 times as large in layer 2 as in the layer"),
     "largest_kurtosis": ({"largest_kurtosis": 2_345.0}, "A dimension of layer 2 .* its excess kurtosis is 2,345."),
     "sample_inter_sim_without_top_5": ({"sample_inter_sim_without_top_5": 0.1}, "Five .* from 0.50 to 0.10."),
-    "outlier_dimensions": ({"outlier_dimensions": 3.0}, "In 3 of 24 dimensions of layer 2, the mean is more than 5"),
+    "outlier_dimensions": ({"outlier_dimensions": 3.0}, "3 of 24 dimensions of layer 2 have a mean far from 0: more"),
     "massive_activations": (
         {"massive_activations": 4.0, "largest_activation_ratio": 2_000.0}, "Layer 2 .* 2,000 times the median magnitude"
     ),
@@ -78,6 +78,11 @@ def test_one_unusual_measure(name: str) -> None:
     measures, line = UNUSUAL[name]
     [flag] = find_flags(make_usual({"layer_2": measures}))
     assert re.match(line, flag)
+
+
+def test_one_dimension_is_singular() -> None:
+    [flag] = find_flags(make_usual({"layer_2": {"outlier_dimensions": 1.0}}))
+    assert flag.startswith("One dimension of layer 2 has a mean far from 0: more than 5 times the typical")
 
 
 def test_the_first_token_and_the_embedding_matrices() -> None:
@@ -139,7 +144,10 @@ def test_models_are_ranked_by_their_last_layers_with_intervals() -> None:
     ]
     assert "The difference has no interval." in describe_findings([first, unusual])[0]
     other = make_compared("other", 0.9, text_hashes={"other": "23"})
-    assert describe_findings([first, second, other])[1] == "Not compared with first, because of other tokens: other."
+    note = "other read other tokens than first, so that they are not compared."
+    assert describe_findings([first, second, other])[1] == note
+    # What is not compared is never the first line.
+    assert describe_findings([first, other]) == ["No measure is unusual.", note]
     assert describe_findings([first, first]) == ["No measure is unusual."]
 
 
