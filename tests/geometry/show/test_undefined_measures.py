@@ -95,7 +95,8 @@ def test_a_state_without_variance_is_null_and_the_others_stay(measured: Path, na
         for tap, measures in taps.items():
             expected = usual["sources"][text][tap]
             if name != "equal" and tap != "final_norm":
-                assert measures == expected
+                # All states are summed together, so that the last digit may differ.
+                assert measures == pytest.approx(expected, rel=1e-12)
                 continue
             assert measures.keys() == expected.keys()
             defined = {key for key, value in measures.items() if value is not None}
