@@ -39,7 +39,9 @@ class Done:
 
     def lines(self) -> list[str]:
         """Return the lines of stderr without the usual warnings of small runs and of runs that resume."""
-        usual = re.compile(r"was interrupted; it resumes from step-|fewer than reg\.num_points")
+        usual = re.compile(
+            r"was interrupted; it resumes from step-|fewer than reg\.num_points|before training\. Above 0\.2"
+        )
         return [line for line in self.stderr.splitlines() if not usual.search(line)]
 
     def line(self) -> str:

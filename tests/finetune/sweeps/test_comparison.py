@@ -114,7 +114,7 @@ def test_summary() -> None:
     assert "rte · I-STAR λ=-1 ζ=0.4 · bert-base-cased" in summary
     assert find_row(summary, "accuracy (epoch 3)")[2] == "70.76"
     assert find_row(summary, "f1")[2] == "65.43"
-    assert "loss" not in summary
+    assert "│ loss" not in summary
     assert find_row(summary, "IsoScore embeddings")[1] == "0.1111"
     assert find_row(summary, "IsoScore layer 2")[1:] == ["0.3333", "0.0778", "-0.2556"]
     assert find_row(summary, "IsoScore layers 1 to L")[1:] == ["0.0444", "0.0889", "+0.0444"]

@@ -83,14 +83,15 @@ def test_a_step_that_breaks_stops_before_the_weights(setting, harness, cause, re
 @pytest.mark.parametrize("regularizer", [IStar(-1.0, 0.0), CosReg(1.0, layers="all")], ids=["istar", "cosreg"])
 def test_a_penalty_that_breaks_is_told_as_such(setting, harness, regularizer):
     penalty = copy.deepcopy(regularizer)
-    original = penalty.score
+    original = penalty.combine
     module = setting.module(penalty)
 
-    def score(summaries):
-        terms = original(summaries)
-        return terms._replace(value=terms.value * (torch.nan if module.global_step == 1 else 1))
+    def combine(summaries):
+        loss, factor = original(summaries), torch.nan if module.global_step == 1 else 1
+        penalty.last = penalty.last._replace(value=penalty.last.value * factor)
+        return loss * factor
 
-    object.__setattr__(penalty, "score", score)
+    object.__setattr__(penalty, "combine", combine)
     with pytest.raises(NonFiniteError, match=r"^step 2: the penalty is nan$"):
         train(setting, harness, module)
 

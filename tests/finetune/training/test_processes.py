@@ -57,8 +57,8 @@ SYNCED_CASES = [name for name, (_, sync, _) in CASES.items() if sync]
 UNSYNCED_CASES = [name for name, (_, sync, _) in CASES.items() if not sync]
 ALL_REDUCE_SIZES = {  # numbers of elements in a micro-batch's all-reduces, forward and backward
     "none": ([], []),
-    # Number and sum of the points, their scatter about the common mean, and the precision of the sums.
-    "istar": ([1 + WIDTH, WIDTH**2, 1], [WIDTH**2, 1 + WIDTH]),
+    # Number and sum of the points, and the sum of their products, in one tensor.
+    "istar": ([1 + WIDTH + WIDTH**2], []),
     "cosreg": ([WIDTH + 2], [WIDTH + 2]),
 }
 VALIDATION_TASKS = ("demo", "demo_regression", "demo_span")
