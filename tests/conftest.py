@@ -109,13 +109,17 @@ def pytest_configure() -> None:
     """Obey the permissions of files, wait for no disk, copy no configs, and collect garbage less often."""
     obey_permissions()
     os.fsync = lambda descriptor: None
-    # Its threads outlive the test that started them, and would log into the records of other tests.
-    logging.getLogger("wandb").propagate = False
     # Hydra copies all registered configs at each composition, a fifth of its time, and does not change them.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     gc.set_threshold(100_000, 50, 100)
     # Until the tests are collected; the imports create a million objects that are never freed.
     gc.disable()
+
+
+def pytest_runtest_setup() -> None:
+    # Threads of wandb outlive the test that started them, and would log into the records of other tests. Some tests
+    # configure all loggers anew.
+    logging.getLogger("wandb").propagate = False
 
 
 def pytest_collection_finish() -> None:
