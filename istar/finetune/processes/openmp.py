@@ -13,4 +13,4 @@ def let_threads_sleep(environment: MutableMapping[str, str]) -> None:
     thread that it waits for. Threads that sleep at once would be woken too late on an idle machine.
     """
     if not environment.keys() & {"OMP_WAIT_POLICY", *_VARIABLES}:
-        environment |= _VARIABLES
+        environment.update(_VARIABLES)
