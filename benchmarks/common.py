@@ -352,7 +352,7 @@ def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser
 
 
 def add_processor_time_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--processor-time`, whose value is the clock: `time.process_time` or `time.perf_counter`."""
+    """Add the option `--processor-time`. It sets `options.clock` to `time.process_time` instead of `perf_counter`."""
     parser.add_argument(
         "--processor-time",
         action="store_const",

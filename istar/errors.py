@@ -140,7 +140,7 @@ def did_you_mean(word: str, known_words: Iterable[str], cutoff: float = 0.5) -> 
 
 
 def check_at_least(minimum: int, option: str, value: int | None) -> None:
-    """Raise an `OptionError` if the value of an option is no whole number, or below the minimum; None passes."""
+    """Raise an `OptionError` if the value of an option is not an integer or is below the minimum. None is allowed."""
     if not isinstance(value, Integral | None):
         raise OptionError(f"{option}={value!r} is not a whole number; expected {minimum} or more")
     if value is not None and value < minimum:

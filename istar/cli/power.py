@@ -58,7 +58,8 @@ def _list_spreads(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the spread of each method's differences from Base, with the answer to the question or a note why not."""
     rows = []
     for comparison in compare_with_base(options.runs, options.exclude):
-        method, differences = comparison.method, list(comparison.difference_by_seed.values())
+        method = comparison.method
+        differences = list(comparison.difference_by_seed.values())
         row: dict[str, Any] = {
             "model": method.model, "task": method.task, "metric": method.metric, "method": method.name,
             "seeds": len(differences), "sd": None, "low": None, "high": None,

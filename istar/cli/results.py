@@ -25,13 +25,13 @@ def run(options: argparse.Namespace) -> None:
     console = make_console()
     defaults = run_frame.list_default_columns(frame, runs.settings_that_matter)
     printed_frame = frame[options.columns or defaults]
-    # pandas makes whole numbers fractions where some runs have no value.
-    whole = [
+    # pandas stores integers as floats if some runs have no value.
+    integer_columns = [
         name
         for name, values in printed_frame.items()
         if "." in str(name) and values.dtype == float and (values.dropna() % 1 == 0).all()
     ]
-    printed_frame = printed_frame.astype(dict.fromkeys(whole, "Int64"))
+    printed_frame = printed_frame.astype(dict.fromkeys(integer_columns, "Int64"))
     if options.json:
         print(printed_frame.to_json(orient="records", indent=2, force_ascii=False))
     elif not console.is_terminal:

@@ -205,15 +205,17 @@ def exit_with_error(error: Exception | KeyboardInterrupt) -> NoReturn:
     if isinstance(error, UserError):
         message, code = str(error), error.exit_code
     elif isinstance(error, KeyboardInterrupt):
-        message, code = describe_stop(signal.SIGINT), StoppedError.exit_code + signal.SIGINT
+        message = describe_stop(signal.SIGINT)
+        code = StoppedError.exit_code + signal.SIGINT
     else:
         message, code = schema.explain(error), 2
         # Hydra raises a plain ValueError for mistakes such as `task=null` on the command line, and for some in files.
         if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
             message = find_mistake_in_files(error) or f"{message} (HYDRA_FULL_ERROR=1 shows where)"
-    rank, is_stopped = ranks.find_rank(os.environ), isinstance(error, StoppedError | KeyboardInterrupt)
+    rank = ranks.find_rank(os.environ)
+    is_stopped = isinstance(error, StoppedError | KeyboardInterrupt)
     if rank == 0:
-        # Who stops a run has made no mistake.
+        # To stop a run is not a mistake.
         print(message if is_stopped else f"error: {message}", file=sys.stderr)
     elif not is_stopped:
         # Rank 0 usually has the same error. Once it has printed that, torchrun stops the other processes.

@@ -118,7 +118,8 @@ def fold_columns(sheet: Sheet) -> Sheet:
 
     Only the display changes: the frame keeps all columns. A table of one row keeps its descriptive columns.
     """
-    kept, folded = [], []
+    kept: list[int] = []  # indices of the columns that stay
+    folded: list[str] = []  # what the note says
     for index, (header, *cells) in enumerate(zip(sheet.header, *sheet.rows, strict=True)):
         texts = {entry.text for entry in cells}
         if len(texts) == 1 < len(cells) and header in sheet.descriptive and not texts <= _EMPTY_TEXTS:

@@ -206,9 +206,11 @@ def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_mar
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
         label = line.label
         if line.variant and len(line.x) > 1:
-            style, label = {**style, "linestyle": "--", "marker": ""}, f"dashed: {line.variant}"
+            style |= {"linestyle": "--", "marker": ""}
+            label = f"dashed: {line.variant}"
         elif line.variant:
-            style, label = {**style, "fillstyle": "none"}, ""
+            style |= {"fillstyle": "none"}
+            label = ""
         axes.plot(line.x, line.y, label=label, linewidth=1.6 if has_markers else 1.2, **style)
         if any(line.y_error) and len(line.x) == 1:
             axes.errorbar(line.x, line.y, line.y_error, fmt="none", ecolor=style["color"], capsize=3, elinewidth=1.1)

@@ -19,7 +19,7 @@ def make_progress(console: Console | None) -> Progress:
 
 
 def with_wide_text(table: Table) -> Group:
-    """Return a table whose title and caption wrap at the width of the terminal, not at its own."""
+    """Return a table with its title above and its caption below, both wrapped at the width of the terminal."""
     title, caption = (str(text) if text else "" for text in (table.title, table.caption))
     table.title = table.caption = None
     return Group(*([Text(title)] if title else []), table, *([Text(caption)] if caption else []))

@@ -20,9 +20,9 @@ STATE_FOLDER = ".istar"
 _MANIFEST, _DRAFTS = "manifest.json", "new"
 
 _Entries = dict[str, tuple[str, ...]]
-"""The manifest: by file name the noun, the checksum, and for files in folders size and time.
+"""The manifest. It lists for each file name the noun and the checksum, and for files in folders also size and time.
 
-While a file is being replaced, those of the new one follow those of the old one.
+While a file is being replaced, the entry ends with the checksum, size and time of the new file.
 """
 
 

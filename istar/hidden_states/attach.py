@@ -120,7 +120,9 @@ class HiddenStatePenalty(AttachedPenalty):
             is_traceable=penalty.is_traceable and points.are_all and settings.sample is None,
         )
         self._purpose = self._reader.base_model, type(penalty), self._reader.names, points, penalty.set_point
-        for earlier in [one for one in _attached_penalties if one._purpose == self._purpose and not one._is_removed]:
+        for earlier in list(_attached_penalties):
+            if earlier._is_removed or earlier._purpose != self._purpose:
+                continue
             earlier.remove()
             message = f"{self} replaces {earlier}: the earlier penalty of these states is removed"
             warnings.warn(message, UserWarning, stacklevel=3)

@@ -213,7 +213,8 @@ def _center(points: Tensor, means: Tensor, rows: Tensor | None, precision: Preci
 def multiply_by_itself(factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the symmetric product F^T F `(d, d)` of factors `(n, d)` in `dtype`.
 
-    A CPU computes little more than its upper half, which takes two thirds of the time at width 768.
+    A CPU computes little more than its upper half, which takes two thirds of the time at width 768. It uses `mm`,
+    because the batched products of `istar.sums.stack_blocks.UpperPanels` are slow in bfloat16.
     """
     width = factors.shape[1]
     if factors.device.type != "cpu" or width <= PANEL_ROWS or torch.compiler.is_compiling():

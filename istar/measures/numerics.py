@@ -46,11 +46,12 @@ def matmul_precision(device: torch.device, precision: str) -> AbstractContextMan
     """
     if torch.compiler.is_compiling():
         return without_autocast(device)
-    wanted = {"none", "ieee"} if precision != "tf32" or device.type != "cuda" else {"tf32"}
-    is_set = torch.backends.cuda.matmul.fp32_precision in wanted and all(
+    uses_tf32 = precision == "tf32" and device.type == "cuda"
+    cuda_settings = {"tf32"} if uses_tf32 else _FULL_PRECISION_SETTINGS
+    is_set = torch.backends.cuda.matmul.fp32_precision in cuda_settings and all(
         backend.fp32_precision in _FULL_PRECISION_SETTINGS for backend in _CPU_BACKENDS
     )
-    return without_autocast(device) if is_set else _set_precision(device, "tf32" if wanted == {"tf32"} else "ieee")
+    return without_autocast(device) if is_set else _set_precision(device, "tf32" if uses_tf32 else "ieee")
 
 
 @contextmanager

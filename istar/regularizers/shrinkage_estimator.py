@@ -62,7 +62,8 @@ class ScoreResult(NamedTuple):
         score = ((self.trace / self.norm).square() - 1) / (self.dim - 1)
         penalty = 1 - score
         if self.is_undefined is not None:
-            score, penalty = score.masked_fill(self.is_undefined, torch.nan), penalty.masked_fill(self.is_undefined, 0)
+            score = score.masked_fill(self.is_undefined, torch.nan)
+            penalty = penalty.masked_fill(self.is_undefined, 0)
         return Terms(penalty.to(self.value), score.to(self.value), self.count_points())
 
 
@@ -189,7 +190,7 @@ class _ClosedForm(torch.autograd.Function):
             union = _merge_layers(means, options.sizes, scatter)
             if options.num_processes > 1:
                 union = _merge_processes(means, union, options.group)
-        shrunk, factor = _shrink(union, options.zeta, options.shrinkage)
+        shrunk, scatter_weight = _shrink(union, options.zeta, options.shrinkage)
         sums_dtype = accumulation_dtype(means.device)
         trace = shrunk.diagonal().sum(dtype=sums_dtype)
         norm: Tensor = torch.linalg.vector_norm(shrunk, dtype=sums_dtype)
@@ -200,7 +201,7 @@ class _ClosedForm(torch.autograd.Function):
         if is_undefined is not None:
             value = value.masked_fill(is_undefined, options.undefined_value)
         ctx.save_for_backward(shrunk, ratio, norm, union.deviations, is_undefined, means, scatter)
-        ctx.options, ctx.compute_plainly, ctx.factor = options, compute_plainly, factor
+        ctx.options, ctx.compute_plainly, ctx.scatter_weight = options, compute_plainly, scatter_weight
         ctx.mark_non_differentiable(trace, norm)
         ctx.set_materialize_grads(False)
         return value, trace, norm, is_undefined, union.num_points
@@ -212,16 +213,15 @@ class _ClosedForm(torch.autograd.Function):
         shrunk, ratio, norm, deviations, is_undefined, means, scatter = ctx.saved_tensors
         if torch.is_grad_enabled():
             return None, None, *_differentiate(ctx.compute_plainly, (means, scatter), grad, is_undefined)
-        # The gradient for M is G = grad slope 2 c (I - c S) dS/dM, in which dS/dM is a number.
-        share = ratio / norm
+        # The gradient for M is G = grad slope 2 c (I - c S) dS/dM, in which dS/dM is a number, the weight of M in S.
+        c = ratio / norm
         scale = -2 * ctx.options.slope * ctx.options.num_processes
-        factor: float | Tensor = ctx.factor
-        known_scale = scale * factor if isinstance(factor, float) else scale
-        zero = _make_constant(0.0, share.dtype, share.device)
-        multiplier = torch.addcmul(zero, share, grad.to(share), value=known_scale)
-        if isinstance(factor, Tensor):
-            multiplier = multiplier * factor
-        grad_scatter = shrunk * share
+        weight: float | Tensor = ctx.scatter_weight
+        known_scale = scale * weight if isinstance(weight, float) else scale
+        multiplier = torch.addcmul(_make_constant(0.0, c.dtype, c.device), c, grad.to(c), value=known_scale)
+        if isinstance(weight, Tensor):
+            multiplier = multiplier * weight
+        grad_scatter = shrunk * c
         grad_scatter.diagonal().sub_(1)
         grad_scatter.mul_(multiplier)
         if is_undefined is not None:
@@ -248,7 +248,7 @@ class _Union(NamedTuple):
 def _join_sizes(stacks: Sequence[BatchMoments]) -> int | Tensor:
     """Return the number of points of each layer: an integer if the host knows that all have as many, else `(L,)`."""
     size = stacks[0].size
-    if isinstance(size, int) and all(isinstance(stack.size, int) and stack.size == size for stack in stacks):
+    if all(isinstance(stack.size, int) and stack.size == size for stack in stacks):
         return size
     return torch.cat([stack.size * torch.ones_like(stack.mean[:, 0]) for stack in stacks])
 
@@ -286,15 +286,15 @@ def _merge_processes(means: Tensor, union: _Union, group: dist.ProcessGroup | No
 
 
 def _shrink(union: _Union, zeta: float, shrinkage: Tensor | None) -> tuple[Tensor, float | Tensor]:
-    """Return S and its derivative by M, a number; without Sigma_S, S is M."""
+    """Return S and the weight of M in it; without Sigma_S, S is M."""
     if shrinkage is None:
         return union.scatter, 1.0
     ratio = (1 - zeta) / zeta
     if isinstance(union.num_points, int):
-        factor = ratio / max(union.num_points - 1, 1)
-        return torch.add(shrinkage, union.scatter, alpha=factor), factor
-    factor_on_device = ratio / (union.num_points - 1).clamp(min=1)
-    return torch.addcmul(shrinkage, union.scatter, factor_on_device.to(shrinkage)), factor_on_device
+        weight = ratio / max(union.num_points - 1, 1)
+        return torch.add(shrinkage, union.scatter, alpha=weight), weight
+    weight_on_device = ratio / (union.num_points - 1).clamp(min=1)
+    return torch.addcmul(shrinkage, union.scatter, weight_on_device.to(shrinkage)), weight_on_device
 
 
 def _find_undefined(union: _Union, trace: Tensor, zeta: float) -> Tensor | None:

@@ -188,9 +188,9 @@ def _list_unequal_trials(method: Method, reference: Method) -> tuple[str, ...]:
     """Return a run of each trial with training limits that only one of the two methods has."""
     return tuple(
         name
-        for one, other in ((method, reference), (reference, method))
-        for limits, names in one.trials_by_limits.items()
-        if limits not in other.trials_by_limits
+        for tried, compared in ((method, reference), (reference, method))
+        for limits, names in tried.trials_by_limits.items()
+        if limits not in compared.trials_by_limits
         for name in names
     )
 

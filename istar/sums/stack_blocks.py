@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from istar.measures.batch_moments import PANEL_ROWS
 from istar.measures.numerics import block_size
 from istar.sums.rows import Rows
 
@@ -15,8 +16,6 @@ MIN_PRODUCT_ROWS, MAX_PRODUCT_ROWS = 1_024, 4_096
 and products of more rows would cost digits of float32."""
 STACK_BLOCK = 7 * 2**18
 """Numbers per block on a CPU: 7 MiB in float32, which stay in the shared cache between operations."""
-PANEL_WIDTH = 128
-"""Number of columns of a panel of a scatter matrix on a CPU; see `UpperPanels`."""
 
 
 class UpperPanels:
@@ -31,7 +30,7 @@ class UpperPanels:
     """
 
     def __init__(self, dim: int, device: torch.device) -> None:
-        width = PANEL_WIDTH if device.type == "cpu" else dim
+        width = PANEL_ROWS if device.type == "cpu" else dim
         self._dim = dim
         self._rows = [slice(start, min(start + width, dim)) for start in range(0, dim, width)]
         self._sizes = [(rows.stop - rows.start) * (dim - rows.start) for rows in self._rows]

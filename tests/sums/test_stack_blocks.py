@@ -62,13 +62,13 @@ def assert_sums(points: Tensor, groups: Tensor, num_scatters: int = NUM_GROUPS) 
 def test_sums_of_all_points_and_of_each_group(
     monkeypatch: pytest.MonkeyPatch, dim: int, max_rows: int, panel_width: int, num_scatters: int
 ) -> None:
-    monkeypatch.setattr(stack_blocks, "PANEL_WIDTH", panel_width)
+    monkeypatch.setattr(stack_blocks, "PANEL_ROWS", panel_width)
     monkeypatch.setattr(stack_blocks, "MAX_PRODUCT_ROWS", max_rows)
     assert_sums(*make_points(dim), num_scatters)
 
 
 def test_more_dimensions_than_a_panel_has() -> None:
-    assert_sums(*make_points(2 * stack_blocks.PANEL_WIDTH + 9))
+    assert_sums(*make_points(2 * stack_blocks.PANEL_ROWS + 9))
 
 
 def test_groups_may_be_missing() -> None:

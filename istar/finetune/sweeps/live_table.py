@@ -94,7 +94,7 @@ class SweepState:
     seen: float = 0.0  # when the file was last written, in seconds since 1970
     is_over: bool = False
     expected: float | None = None  # estimated seconds per run, used until a run has finished; None without an estimate
-    searched: list[str] = field(default_factory=list)  # keys whose values a search chooses
+    searched: list[str] = field(default_factory=list)  # keys that a search varies
     entries: list[SweepEntry] = field(default_factory=list)
     format: int = STATE_FORMAT
 
