@@ -8,7 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from istar.errors import UserError
 from istar.measures import FourthMoments, Moments, isoscore
-from istar.measures.batch_moments import fourth_moments, mean_and_scatter, mean_and_scatter_of_layers
+from istar.measures.batch_moments import (
+    PANEL_ROWS,
+    fourth_moments,
+    mean_and_scatter,
+    mean_and_scatter_of_layers,
+    multiply_by_itself,
+)
 from istar.measures.moments import merge_moments
 from istar.measures.numerics import full_precision
 from tests.oracles import algorithm_1, steps_6_to_9, streamed_about_the_origin, third_and_fourth
@@ -323,6 +329,17 @@ def test_stacked_layers_have_the_derivatives_of_finite_differences(rows):
     layers = [cloud(6, 2, seed=i).requires_grad_() for i in range(3)]
     assert torch.autograd.gradcheck(statistics, layers)
     assert torch.autograd.gradgradcheck(statistics, layers, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [PANEL_ROWS, PANEL_ROWS + 1, 3 * PANEL_ROWS - 7])
+def test_a_matrix_times_itself_is_the_product_of_both(width, dtype):
+    """Wide products are computed in panels of the upper half."""
+    factors = torch.randn(50, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = factors.double().T @ factors.double()
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    product = multiply_by_itself(factors, torch.promote_types(dtype, torch.float32))
+    assert (product - expected).norm() < tolerance * expected.norm()
 
 
 def test_a_point_far_off_costs_the_others_no_digits_in_bfloat16():
