@@ -88,7 +88,8 @@ def draw_panel(axes: Axes, plot: Plot, panel: Panel, styles: Styles) -> None:
     else:
         has_markers = all(len(line.x) <= _MAX_MARKERS for line in lines)
         for line in lines:
-            _draw_line(axes, plot.kind, line, dict(styles[line.label]), has_markers or len(line.x) == 1)
+            style = dict(styles[line.label])
+            _draw_line(axes, plot.kind, line, style, has_markers or len(line.x) == 1, name_dashed_lines(plot))
     if plot.kind in ("points", "bars"):
         _mark_points(axes, lines, styles)
     axes.set_title(panel.title)
@@ -201,13 +202,19 @@ def find_panels_with_same_y_axis(plot: Plot, panel: Panel) -> list[Panel]:
     return [panel]
 
 
-def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool) -> None:
+def name_dashed_lines(plot: Plot) -> str:
+    """Return the entry of the legend for the dashed lines of all panels, such as "dashed: unbiased or corrected"."""
+    variants = dict.fromkeys(line.variant for panel in plot.panels for line in panel.lines if line.variant)
+    return f"dashed: {' or '.join(variants)}"
+
+
+def _draw_line(axes: Axes, kind: str, line: Line, style: dict[str, Any], has_markers: bool, dashed_label: str) -> None:
     if kind == "line":
         style = {"linestyle": "-", **style, "marker": style["marker"] if has_markers else ""}
         label = line.label
         if line.variant and len(line.x) > 1:
             style |= {"linestyle": "--", "marker": ""}
-            label = f"dashed: {line.variant}"
+            label = dashed_label
         elif line.variant:
             style |= {"fillstyle": "none"}
             label = ""

@@ -156,6 +156,9 @@ def test_a_variant_of_a_line_is_dashed_and_in_the_legend_once() -> None:
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b", "dashed: unbiased"]
     assert {*tabulate_points(plot)["line"]} == {"a", "b", "a, unbiased", "b, unbiased"}
+    other = replace(plot.panels[0], lines=(Line("a", (1.0, 2.0), (1.0, 2.0), variant="corrected"),))
+    [legend] = rendering._draw_figure(replace(plot, panels=(*plot.panels, other))).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b", "dashed: unbiased or corrected"]
 
 
 def test_a_single_point_of_a_line_has_an_error_bar_and_its_colour() -> None:
